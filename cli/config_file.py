@@ -65,7 +65,7 @@ FLAGS = (
     Flag("generation-config", "engine", "generation_config",
          "auto or none: whether generation_config.json of the model has the defaults of requests, as temperature."),
     Flag("threads", "engine", "num_threads",
-         "Compute threads of each worker; 0 = an equal share of the machine's cores."),
+         "Compute threads of each worker; 0 = an equal share of the machine's cores or CPU quota."),
     Flag("max-batched-tokens", "scheduler", "max_batched_tokens",
          "Token budget of one step; 0 = 512 on a CPU, 8192 on a GPU."),
     Flag("slo-ttft-ms", "router", "slo_ttft_ms", "Wanted time to the first token."),

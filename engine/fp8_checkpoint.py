@@ -40,6 +40,8 @@ class Fp8Checkpoint:
 
     def dequantized(self, name: str, codes: torch.Tensor) -> torch.Tensor:
         """# e4m3 [rows, columns] -> float32"""
+        if codes.ndim != 2:
+            raise ConfigError(f"{name} is of 8 bits and has {codes.ndim} dimensions, must have 2")
         by_row = self.row_scales(name, codes)
         if by_row is not None:
             return codes.float() * by_row[:, None]
@@ -47,8 +49,9 @@ class Fp8Checkpoint:
         blocks = None if block is None else tuple(-(-size // of) for size, of in zip(codes.shape, block, strict=True))
         if block is None or tuple(scales.shape) != blocks:
             raise ConfigError(f"{name} has scales of shape {list(scales.shape)}, which do not fit {list(codes.shape)}")
-        scales = scales.repeat_interleave(block[0], 0)[: codes.shape[0]]
-        return codes.float() * scales.repeat_interleave(block[1], 1)[:, : codes.shape[1]]
+        (num_rows, num_columns), scales = codes.shape, scales.repeat_interleave(min(block[0], len(codes)), 0)
+        scales = scales.repeat_interleave(min(block[1], num_columns), 1)
+        return codes.float() * scales[:num_rows, :num_columns]
 
     def _scales(self, name: str) -> torch.Tensor:
         for ending in ("_scale", "_scale_inv"):

@@ -7,6 +7,7 @@ load_model(setup, ...)   loads the weights and prepares them
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class ModelSetup:
             )
         # This sets the thread count of the whole process: torch has one pool of compute threads.
         num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        require_threads(num_threads)
         torch.set_num_threads(num_threads)
         info = describe(source, config.max_context)
         layout = KVLayout(
@@ -81,6 +83,29 @@ class ModelSetup:
         num_positions = min(self.model_config.context_length, num_blocks * self.layout.block_size)
         frequencies = torch.tensor(self.model_config.inverse_frequencies(), dtype=torch.float32, device=self.device)
         return RotaryTable(frequencies, num_positions)
+
+
+def require_threads(num_threads: int) -> None:
+    """Raise `ConfigError` if this process cannot start so many threads: OpenMP would end the process at the first step.
+
+    A control group (pids.max) or a user (ulimit -u) has a limit.
+    """
+    done = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        while len(started) < num_threads:
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"num_threads = {num_threads}, but this process can start only {len(started)} threads ({error}): lower it, "
+            "or raise the limit of its control group (pids.max) or of its user (ulimit -u)"
+        ) from error
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
 
 
 def _drawn_by(source: ModelSource, model_config: ModelConfig, device: torch.device) -> str:

@@ -1,7 +1,8 @@
 """Loads a model's weights from GGUF, safetensors or a seeded generator. All three use Hugging Face names.
 
 Tensors are read, converted and copied into their slots one at a time, so no second copy of the model exists. A
-checkpoint must hold exactly the tensors of the config; the error names a missing, extra or misshapen tensor.
+checkpoint must hold exactly the tensors of the config, which is checked before any tensor is read; the error names a
+missing, extra or misshapen tensor.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
 class WeightSource(Protocol):
     def names(self) -> set[str]: ...
 
+    def shape(self, name: str) -> torch.Size:
+        """Of one tensor, without reading it. Raises `ConfigError` for a tensor that holds no weights."""
+        ...
+
     def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:
         """One tensor in any float type, on the CPU. `device` may be where it is wanted, to draw it there."""
         ...
 
-    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        """Copy one tensor into its slot if the shapes match. Returns the tensor's shape."""
+    def copy_to(self, slot: torch.Tensor, name: str) -> None:
+        """Copy one tensor into a slot of its shape."""
         ...
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
@@ -60,7 +65,12 @@ def load_weights(
 
     Raises `ConfigError` naming a tensor that does not fit.
     """
-    weights = allocate_weights(config, dtype, device, quantization)
+    try:
+        weights = allocate_weights(config, dtype, device, quantization)
+    except torch.OutOfMemoryError:
+        raise  # of a device, whose caller knows its memory
+    except (RuntimeError, OSError, OverflowError) as error:
+        raise ConfigError(f"{source.name}: no memory for weights of the config's shapes ({error})") from error
     slots = weights.slots()
     origin = open_weights(source, config, slots, dequantize)
     missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
@@ -69,35 +79,25 @@ def load_weights(
     if extra:
         raise ConfigError(f"{source.name}: the checkpoint holds {_listed(extra)}, which the model does not use")
     for name, slot in slots.items():
-        found = _fill(slot, origin, name)
-        if found != slot.shape:
+        if (found := origin.shape(name)) != slot.shape:
             raise ConfigError(f"{source.name}: {name} has shape {list(found)}, the config needs {list(slot.shape)}")
+    for name, slot in slots.items():
+        _fill(slot, origin, name)
     return weights
 
 
-def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
-    """Copy a tensor into its slot if the shapes match. Returns the tensor's shape."""
+def _fill(slot: Slot, origin: WeightSource, name: str) -> None:
+    """Copy a tensor into its slot, whose shape it has."""
     if isinstance(slot, MatrixSlot):
-        rows = origin.read_groups(name, slot.bits)
-        if rows.shape == slot.shape:
-            slot.put(rows)
-        return rows.shape
-    if isinstance(slot, Fp8Slot):
+        slot.put(origin.read_groups(name, slot.bits))
+    elif isinstance(slot, Fp8Slot):
         codes = origin.read_codes(name) if isinstance(origin, SafetensorsWeights) else None
-        if codes is not None and codes[0].shape == slot.shape:
+        if codes is None:
+            slot.put(origin.read(name, slot.device))
+        else:
             slot.put_codes(*codes)
-            return slot.shape
-        weight = origin.read(name, slot.device)
-        if weight.shape == slot.shape:
-            slot.put(weight)
-        return weight.shape
-    return origin.copy_to(slot, name)
-
-
-def _copy(tensor: torch.Tensor, slot: torch.Tensor) -> torch.Size:
-    if tensor.shape == slot.shape:
-        slot.copy_(tensor)
-    return tensor.shape
+    else:
+        origin.copy_to(slot, name)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -122,6 +122,7 @@ def open_weights(
 # Buffers of older checkpoints; the config contains the same values.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 _CODES_DTYPE = "F8_E4M3"  # the name of CODES in a safetensors file
+_DTYPES = {"F64", "F32", "F16", "BF16", _CODES_DTYPE}
 
 
 class SafetensorsWeights:
@@ -155,6 +156,12 @@ class SafetensorsWeights:
     def names(self) -> set[str]:
         return self._names
 
+    def shape(self, name: str) -> torch.Size:
+        described = self._files[self._file_of[name]].get_slice(name)
+        if (dtype := described.get_dtype()) not in _DTYPES:
+            raise ConfigError(f"{name} is of {dtype}, weights must be of {', '.join(sorted(_DTYPES))}")
+        return torch.Size(described.get_shape())
+
     def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:  # noqa: ARG002
         tensor = self._read(name)
         return self._fp8.dequantized(name, tensor) if tensor.dtype is CODES else tensor
@@ -167,8 +174,8 @@ class SafetensorsWeights:
         scales = self._fp8.row_scales(name, codes)
         return None if scales is None else (codes, scales)
 
-    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        return _copy(self.read(name), slot)
+    def copy_to(self, slot: torch.Tensor, name: str) -> None:
+        slot.copy_(self.read(name))
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)
@@ -221,6 +228,9 @@ class GGUFWeights:
     def names(self) -> set[str]:
         return set(self._gguf_name)
 
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._file.tensors[self._gguf_name[name]].shape)
+
     def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:  # noqa: ARG002
         gguf_name = self._gguf_name[name]
         # Copied because the file is mapped read-only and torch has no read-only tensors.
@@ -228,23 +238,22 @@ class GGUFWeights:
         order = self._row_order(gguf_name)
         return tensor if order is None else tensor[order]
 
-    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        gguf_name = self._gguf_name[name]
-        shape = torch.Size(self._file.tensors[gguf_name].shape)
-        if shape != slot.shape or len(shape) != 2:
-            return _copy(self.read(name), slot)
+    def copy_to(self, slot: torch.Tensor, name: str) -> None:
+        gguf_name, shape = self._gguf_name[name], slot.shape
+        if len(shape) != 2:
+            slot.copy_(self.read(name))
+            return
         order = self._row_order(gguf_name)
         if self._dequantize is not None:
             kind, raw = self._file.raw_tensor(gguf_name)
             if self._dequantize(slot, kind, raw if order is None else raw[order.numpy()]):
-                return shape
+                return
         # A few rows at a time, so the float32 rows stay in the cache and need no large temporary.
         num_rows = max(1, _ITEMS_AT_ONCE // shape[1])
         for start in range(0, shape[0], num_rows):
             some = slice(start, start + num_rows)
             rows = self._file.tensor(gguf_name, some if order is None else order[some].numpy())
             slot[some] = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
-        return shape
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         gguf_name = self._gguf_name[name]
@@ -300,12 +309,15 @@ class RandomWeights:
     def names(self) -> set[str]:
         return set(self._shapes)
 
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
     def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:
         """Large models are drawn on `device`."""
         return self._draw(name, device if device.type == "cuda" and self._is_large else CPU)
 
-    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        return _copy(self.read(name, slot.device), slot)
+    def copy_to(self, slot: torch.Tensor, name: str) -> None:
+        slot.copy_(self.read(name, slot.device))
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)

@@ -19,6 +19,7 @@ from model_files.fields import MAX_SIZE, Fields
 from model_files.gguf_file import GGUFFile
 
 MAX_LAYERS = 10_000
+MAX_HEAD_DIM = 4096  # known models have up to 256; the kernels compute places within a head in 32 bits
 MIN_ROPE_FACTOR = 1e-6
 
 
@@ -71,8 +72,13 @@ class ModelConfig:
                 f"the model's num_heads must be a multiple of its num_kv_heads, are {self.num_heads} and "
                 f"{self.num_kv_heads}"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ConfigError(f"the model's head_dim must be even and at least 2, is {self.head_dim}")
+        if not 2 <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 2:
+            raise ConfigError(f"the model's head_dim must be even and from 2 to {MAX_HEAD_DIM}, is {self.head_dim}")
+        if self.num_heads * self.head_dim > MAX_SIZE:
+            raise ConfigError(
+                f"the model's num_heads times head_dim must be at most {MAX_SIZE}, are {self.num_heads} and "
+                f"{self.head_dim}"
+            )
         factors = self.rope_factors
         if factors is not None and (
             len(factors) != self.head_dim // 2 or not all(f >= MIN_ROPE_FACTOR for f in factors)

@@ -10,13 +10,15 @@ import os
 import threading
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from tokenizers import AddedToken, Encoding
 
+from core.errors import InvalidRequest
 from text.piece_cache import PieceCache
 from text.pieces import MIN_PIECE_CHARS, Cutter, Piece, cut_tokens
 from text.special_tokens import BREAK, Encoded
-from text.tokenizer_files import TokenizerFiles, byte_level_bytes, sentencepiece_bytes
+from text.tokenizer_files import TokenizerFiles, byte_level_bytes, library_errors, sentencepiece_bytes
 
 # The library would spread a batch over threads of its own, one for each core. The caller decides on the threads.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -51,7 +53,8 @@ class FileCodec:
 
     def encode(self, text: str, add_special: bool, cache_salt: str = "") -> Encoded:
         if add_special and self._frames_texts:
-            [encoding] = self._files.tokenizer.encode_batch([text], add_special_tokens=True)
+            with _encoding_errors():
+                [encoding] = self._files.tokenizer.encode_batch([text], add_special_tokens=True)
             return Encoded(self._without_breaks(text, encoding.ids), self._special(encoding, start=0))
         pieces = self._cutter.cut(text)
         # The last piece is not kept: the next turn of a chat has a longer piece at this place.
@@ -73,12 +76,15 @@ class FileCodec:
         tokenizer = self._files.tokenizer
         complete = []
         texts = [piece.text for piece in pieces]
-        for piece, encoding in zip(pieces, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+        with _encoding_errors():
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for piece, encoding in zip(pieces, encodings, strict=True):
             ids_of[piece.text] = token_ids = encoding.ids
             if sum(map(self._control.__contains__, token_ids)) == len(piece.special):
                 complete.append(piece)
             else:
-                [located] = tokenizer.encode_batch([piece.text], add_special_tokens=False)
+                with _encoding_errors():
+                    [located] = tokenizer.encode_batch([piece.text], add_special_tokens=False)
                 piece.special = self._special(located, piece.start)
         return complete
 
@@ -124,3 +130,8 @@ class FileCodec:
     @property
     def special_tokens(self) -> dict[str, int]:
         return {self._files.added_tokens[token_id]: token_id for token_id in self._files.special_ids}
+
+
+def _encoding_errors() -> AbstractContextManager[None]:
+    """A tokenizer may lack a token for a text, or fail on some texts only."""
+    return library_errors(lambda message: InvalidRequest("text", f"the model's tokenizer cannot encode it: {message}"))

@@ -8,7 +8,9 @@ Two families are supported. They differ in the conversion of the text of a token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from core.errors import ConfigError
+from core.errors import ConfigError, TandemError
 from model_files.end_tokens import special_texts
 from model_files.fields import Fields, optional_file, read_json
 from model_files.gguf_file import GGUFFile
@@ -35,6 +37,20 @@ class TokenizerFiles:
     chat_template: str | None
     tool_template: str | None  # for chats with tools; None = as the others
     template_tokens: Mapping[str, str]  # values of bos_token, eos_token and others, which the template may use
+
+
+@contextmanager
+def library_errors(as_error: Callable[[str], TandemError]) -> Iterator[None]:
+    """Raise `as_error(message)` for every exception of the library, which has no narrower type.
+
+    A panic of its Rust code is no `Exception`: nothing between here and the end of the process would catch it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise as_error(str(error)) from error
+        raise
 
 
 # ---- GGUF
@@ -122,10 +138,9 @@ def _gguf_bpe(fields: Fields, texts: list[str], ignore_merges: bool) -> BPE:
         if not separator:
             raise ConfigError(f"{fields.origin}: {key} has {merge!r}, must have two tokens with a space between them")
         merges.append((left, right))
-    try:
+    unfit = f"{fields.origin}: {key} does not fit tokenizer.ggml.tokens"
+    with library_errors(lambda message: ConfigError(f"{unfit}: {message}")):
         return BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges, ignore_merges=ignore_merges)
-    except Exception as error:  # the library raises no narrower type
-        raise ConfigError(f"{fields.origin}: {key} does not fit tokenizer.ggml.tokens: {error}") from error
 
 
 # ---- Hugging Face
@@ -140,10 +155,8 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
     if not path.is_file():
         raise ConfigError(f"{source.path} has no tokenizer.json: save the model's tokenizer beside its weights")
     raw = Fields(read_json(path), "tokenizer.json")
-    try:
+    with library_errors(lambda message: ConfigError(f"cannot read {path}: {message}")):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower type
-        raise ConfigError(f"cannot read {path}: {error}") from error
     # Truncation and padding, meant for training, would change a prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -219,6 +232,6 @@ def byte_level_bytes(text: str) -> bytes:
 
 
 def sentencepiece_bytes(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
         return bytes([int(text[3:5], 16)])
     return text.replace("\u2581", " ").encode("utf-8")

@@ -56,7 +56,8 @@ class EngineConfig:
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
     kv_memory_mb: int = 0  # size of the KV pool; 0 = 512 on a CPU, all that is left on a GPU
     gpu_memory_margin_mb: int = 1024  # of each worker on a GPU: stays free beside weights, graphs, steps and KV pool
-    num_threads: int = option(0, most=MAX_THREADS)  # compute threads; 0 = the cores divided among a machine's workers
+    # Compute threads; 0 = the cores of the machine, or its CPU quota, divided among its workers
+    num_threads: int = option(0, most=MAX_THREADS)
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
     # auto = generation_config.json has the defaults of requests

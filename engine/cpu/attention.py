@@ -66,7 +66,7 @@ class _PagedBatch:
             return
         self._arrays = {
             "tables": tables.table,
-            "first_block": (tables.rows[chosen] * tables.table.shape[1]).astype(np.int32),
+            "first_block": tables.rows[chosen] * tables.table.shape[1],
             "first_row": batch.first_row[chosen],
             "num_tokens": batch.num_tokens[chosen],
             "start": batch.start[chosen],

@@ -31,7 +31,7 @@ class KVCacheStruct(ctypes.Structure):
 
 
 class PagedBatchStruct(ctypes.Structure):
-    """`struct paged_batch` of kv_cache.h: pointers to int32 arrays."""
+    """`struct paged_batch` of kv_cache.h: pointers to arrays, int64 for `first_block`, int32 for the others."""
 
     _fields_ = (
         ("num_sequences", _I64),
@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
         (_POINTER, _POINTER, _POINTER, _I64, _POINTER, ctypes.c_int, ctypes.c_int),
         None,
     ),
-    "tandem_quantized_rows": ((_POINTER, _POINTER, _I64, _POINTER, ctypes.c_int), None),
+    "tandem_quantized_rows": ((_POINTER, _POINTER, _I64, _POINTER, ctypes.c_int), ctypes.c_int),
     "tandem_dequantize": ((_POINTER, _I64, ctypes.c_int, _POINTER, ctypes.c_int), None),
     "tandem_draw_token": ((_POINTER, _POINTER, _I64, _F32, _I64, _F64, _F64, ctypes.c_uint64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),

@@ -58,9 +58,10 @@ class NativeQuantizedMatrix:
         self._address = ctypes.addressof(self._struct)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        assert inputs.dtype is self._matrix.dtype
+        num_rows, num_columns = inputs.shape
+        assert num_columns == self._matrix.num_columns, "the kernel would read past a row's end"
+        assert inputs.dtype is self._matrix.dtype, "the kernel reads rows of the matrix's dtype"
         inputs = inputs.contiguous()
-        num_rows = inputs.shape[0]
         outputs = inputs.new_empty((num_rows, self._matrix.num_rows))
         self._method.kernels.quantized_linear(
             self._address,
@@ -74,9 +75,11 @@ class NativeQuantizedMatrix:
         return outputs
 
     def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Dequantized rows of the matrix. # int64 [n] -> [n, columns]"""
+        """Dequantized rows of the matrix. Raises `IndexError` as torch does. # int32 or int64 [n] -> [n, columns]"""
+        row_ids = row_ids.long().contiguous()
         rows = torch.empty((len(row_ids), self._matrix.num_columns), dtype=self._matrix.dtype)
-        self._method.kernels.quantized_rows(
+        if self._method.kernels.quantized_rows(
             self._address, row_ids.data_ptr(), len(row_ids), rows.data_ptr(), self._is_bf16
-        )
+        ):
+            raise IndexError(f"a row id is outside the matrix of {self._matrix.num_rows} rows")
         return rows

@@ -25,7 +25,7 @@ from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RouterTraffic
-from fleet.host.cores import share_of_cores, usable_cores
+from fleet.host.cores import cpu_quota, num_threads_for, share_of_cores, usable_cores
 from fleet.host.host import Adoption, Host, HostDied, LocalRank
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from fleet.law.claims import GPU, Claim, Claims, show_only_own_gpu
@@ -105,7 +105,7 @@ class HostActor(ServiceHost):
             ordinal=member.ordinal,
             host=host_of(node, config),
             address=address,
-            num_threads=max(1, len(cores)),
+            num_threads=num_threads_for(cores, num_sharers, cpu_quota()),
             control=self._control if is_router else None,
             cores=cores,
             gpus=self._claim.gpus,

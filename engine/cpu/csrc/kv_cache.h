@@ -21,7 +21,9 @@ struct kv_cache {
    positions from start[i] on. The block table of sequence i begins at tables[first_block[i]]. */
 struct paged_batch {
     int64_t num_sequences;
-    const int32_t *tables, *first_block, *first_row, *num_tokens, *start;
+    const int32_t *tables;
+    const int64_t *first_block;
+    const int32_t *first_row, *num_tokens, *start;
 };
 
 #define TILE 64 /* positions per pass of scores, softmax and weighted sum */

@@ -82,7 +82,7 @@ INLINE float largest_of(vfloat values) {
 
 typedef int8_t vchar __attribute__((vector_size(LANES)));
 
-/* Rounds 32 floats to 8 bits: nearest, ties to even. */
+/* Rounds 32 floats to 8 bits: nearest, ties to even. If one is infinite or NaN, the scale is NaN, and so are all sums. */
 INLINE void quantize_group(const vfloat *values, int8_t *codes, struct group_input *group, int has_minimums) {
     vfloat magnitude = absolute(values[0]);
     for (int part = 1; part < GROUP / LANES; part++) magnitude = larger(magnitude, absolute(values[part]));
@@ -96,12 +96,13 @@ INLINE void quantize_group(const vfloat *values, int8_t *codes, struct group_inp
         memcpy(codes + part * LANES, &narrow, sizeof narrow);
         sums += shifted - shift;
     }
-    const float sum = sum_lanes(sums); /* of integers: exact */
-    group->scale = largest < VANISHING ? 0.0f : largest / 127.0f;
+    const float sum = sum_lanes(sums); /* of integers: exact; NaN if one of the floats is infinite or NaN */
+    const int is_finite = sum == sum;
+    group->scale = !is_finite ? sum : largest < VANISHING ? 0.0f : largest / 127.0f;
     if (has_minimums)
         group->scaled_sum = group->scale * sum;
     else
-        group->start = -128 * (int32_t)sum;
+        group->start = is_finite ? -128 * (int32_t)sum : 0;
 }
 
 INLINE void quantize_row(const void *row, int is_bf16, const struct quantized_matrix *matrix, int8_t *codes,
@@ -284,10 +285,13 @@ INLINE float weight_at(const struct quantized_matrix *matrix, int64_t row, int64
     return (float)(word >> (8 * byte + four % 2 * 4) & 0xf) * scale + minimum;
 }
 
-/* outputs: [num_ids, matrix->num_columns]; row i = row ids[i] of the matrix. Every id must be a row of the matrix. */
-EXPORT void tandem_quantized_rows(const struct quantized_matrix *matrix, const int64_t *ids, int64_t num_ids,
-                                  void *outputs, int is_bf16) {
-    for (int64_t i = 0; i < num_ids; i++)
+/* outputs: [num_ids, matrix->num_columns]; row i = row ids[i] of the matrix. Returns 0, or 1 if an id is not a row. */
+EXPORT int tandem_quantized_rows(const struct quantized_matrix *matrix, const int64_t *ids, int64_t num_ids,
+                                 void *outputs, int is_bf16) {
+    for (int64_t i = 0; i < num_ids; i++) {
+        if (ids[i] < 0 || ids[i] >= matrix->num_rows) return 1;
         for (int64_t column = 0; column < matrix->num_columns; column++)
             store_one(outputs, i * matrix->num_columns + column, is_bf16, weight_at(matrix, ids[i], column));
+    }
+    return 0;
 }

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from core.config import EngineConfig
 from core.errors import ConfigError
 from engine.fp8 import CODES, LARGEST_CODE, Fp8Matrix, Fp8Slot
+from engine.fp8_checkpoint import Fp8Checkpoint
 from engine.gpu.runner import GpuRunner
 from engine.model_weights import ModelWeights
 from engine.quantization import head_weight_bytes, weight_bytes
 from engine.runner import Runner
 from engine.torch_runner import TorchRunner
-from engine.weights import RandomWeights, load_weights
+from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import load_config, resolve_model
 from tests.support.transformers_models import save_reference
@@ -109,19 +110,6 @@ def test_a_gguf_is_quantized_to_fp8(tmp_path: Path) -> None:
     assert found.keys() == {"1", "15", "33", "64"}
 
 
-def test_a_misshapen_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = RandomWeights.read
-
-    def misshapen(weights: RandomWeights, name: str, device: torch.device = CPU) -> torch.Tensor:
-        return torch.zeros(3, 3) if "gate_proj" in name else read(weights, name, device)
-
-    monkeypatch.setattr(RandomWeights, "read", misshapen)
-    with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[3, 3\]"):
-        load_weights(
-            resolve_model("random:llama-tiny"), RANDOM_CONFIGS["llama-tiny"], torch.float32, CPU, quantization="fp8"
-        )
-
-
 # ---- Checkpoints of 8-bit floats: every published arrangement of scales gives the weights that it means.
 
 BLOCK = [16, 32]
@@ -168,6 +156,13 @@ def write(directory: Path, arrangement: str, **changes: Any) -> dict[str, torch.
     config = json.loads((directory / "config.json").read_text()) | {"quantization_config": settings | changes}
     (directory / "config.json").write_text(json.dumps(config))
     return meant
+
+
+def test_a_block_larger_than_its_matrix_is_the_matrix() -> None:
+    """Without a tensor of the block's size."""
+    checkpoint = Fp8Checkpoint(lambda name: torch.full((1, 1), 2.0) if "inv" in name else None, (1 << 40, 1 << 62))
+    found = checkpoint.dequantized("a.weight", torch.ones(3, 5).to(CODES))
+    assert torch.equal(found, torch.full((3, 5), 2.0))
 
 
 def loaded(directory: Path, quantization: str = "none") -> ModelWeights:

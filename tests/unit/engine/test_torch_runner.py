@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,19 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
     for _ in range(10):
         torch.empty(40 << 20, dtype=torch.uint8).fill_(1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_240, "fresh pages in every allocation"
+
+
+def test_more_threads_than_the_process_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP would end the process at the first step: 'libgomp: Thread creation failed'."""
+    start, left = threading.Thread.start, [3]
+
+    def start_three(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_three)
+    with pytest.raises(ConfigError, match="num_threads = 5, but this process can start only 3 threads"):
+        TorchRunner(EngineConfig(model="random:llama-tiny", kv_memory_mb=1, num_threads=5))
+    assert not [thread for thread in threading.enumerate() if "wait" in thread.name]

@@ -145,6 +145,42 @@ def test_the_error_for_a_wrong_checkpoint_names_the_tensor(
         logits(str(llama_directory))
 
 
+def load(directory: Path, quantization: str) -> ModelWeights:
+    source = resolve_model(str(directory))
+    return load_weights(source, load_config(source), torch.float32, CPU, quantization)
+
+
+QUERY, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+UNUSABLE = [
+    (QUERY, torch.zeros(64 * 64), r"has shape \[4096\], the config needs \[64, 64\]"),
+    (QUERY, torch.zeros(64, 64, 1), r"has shape \[64, 64, 1\]"),
+    (QUERY, torch.zeros(()), r"has shape \[\]"),
+    (QUERY, torch.zeros(0, 64), r"has shape \[0, 64\]"),
+    (QUERY, torch.zeros(64, 64, dtype=torch.int8), "is of I8, weights must be of"),
+    (NORM, torch.zeros(64, dtype=torch.complex64), "is of C64, weights must be of"),
+    (NORM, torch.zeros(64, dtype=torch.float8_e4m3fn), "is of 8 bits and has 1 dimensions, must have 2"),
+]
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize(("name", "tensor", "message"), UNUSABLE)
+def test_every_quantization_refuses_a_tensor_that_is_no_weight(
+    llama_directory: Path, name: str, tensor: torch.Tensor, message: str, quantization: str
+) -> None:
+    path = llama_directory / "model.safetensors"
+    save_file(load_file(path) | {name: tensor}, path)
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
+        load(llama_directory, quantization)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4", "fp8"])
+def test_shapes_for_which_no_machine_has_memory_are_refused(llama_directory: Path, quantization: str) -> None:
+    huge = {"vocab_size": 1 << 24, "hidden_size": 1 << 24}
+    (llama_directory / "config.json").write_text(json.dumps(HF_CONFIG | huge))
+    with pytest.raises(ConfigError, match="no memory for weights of the config's shapes"):
+        load(llama_directory, quantization)
+
+
 def test_the_error_for_a_missing_shard_names_the_file(llama_directory: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (llama_directory / "model.safetensors.index.json").write_text(json.dumps(index))

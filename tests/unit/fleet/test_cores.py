@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pickle
 import threading
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from fleet.host.cores import LocalRanks, share_of_cores, usable_cores
+from fleet.host.cores import LocalRanks, cpu_quota, num_threads_for, share_of_cores, usable_cores
 from fleet.host.service_host import Placement, ServiceHost, reachable
 from runtime.rpc.grpc_server import GrpcServer, open_channel
 from runtime.rpc.security import OPEN, ServerRules
@@ -53,6 +54,46 @@ def test_hardware_threads_of_one_core_stay_together(tmp_path: Path, monkeypatch:
 def test_only_cores_that_this_process_may_use_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 3})
     assert usable_cores(tmp_path / "no topology") == [3, 9]
+
+
+VERSION_2, VERSION_1 = "0::/pod/own\n", "5:memory:/other\n3:cpu,cpuacct:/pod/own\n0::/\n"
+QUOTA, PERIOD = "cpu/{}cpu.cfs_quota_us", "cpu/{}cpu.cfs_period_us"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        (VERSION_2, {"cpu.max": "150000 100000\n"}, 1.5),  # in a container
+        (VERSION_2, {"pod/own/cpu.max": "max 100000", "pod/cpu.max": "400000 100000"}, 4.0),
+        (VERSION_2, {"pod/own/cpu.max": "50000 100000", "pod/cpu.max": "400000 100000"}, 0.5),
+        (VERSION_2, {"pod/own/cpu.max": "max 100000"}, math.inf),
+        (VERSION_1, {QUOTA.format(""): "300000", PERIOD.format(""): "100000\n"}, 3.0),  # in a container
+        (VERSION_1, {QUOTA.format("pod/own/"): "50000", PERIOD.format("pod/own/"): "25000"}, 2.0),
+        (VERSION_1, {QUOTA.format("pod/own/"): "-1", PERIOD.format("pod/own/"): "100000"}, math.inf),
+        (VERSION_1, {QUOTA.format("other/"): "100000", PERIOD.format("other/"): "100000"}, math.inf),
+        (VERSION_2, {"pod/own/cpu.max": "a"}, math.inf),
+        (None, {"cpu.max": "100000 100000"}, math.inf),  # no control groups
+    ],
+)
+def test_a_quota_is_that_of_the_own_group_and_of_those_around_it(
+    tmp_path: Path, membership: str | None, files: dict[str, str], expected: float
+) -> None:
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership)
+    for name, content in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(content)
+    assert cpu_quota(tmp_path / "cgroup", tmp_path / "membership") == expected
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_sharers", "quota", "expected"),
+    [(8, 1, math.inf, 8), (8, 1, 2.0, 2), (8, 2, 5.0, 2), (4, 1, 8.0, 4), (8, 1, 0.5, 1), (0, 0, math.inf, 1)],
+)
+def test_a_worker_has_no_more_threads_than_cores_and_its_share_of_the_quota(
+    num_cores: int, num_sharers: int, quota: float, expected: int
+) -> None:
+    assert num_threads_for(range(num_cores), num_sharers, quota) == expected
 
 
 def test_a_pinned_thread_passes_its_cores_to_new_threads_and_is_unpinned_afterwards() -> None:

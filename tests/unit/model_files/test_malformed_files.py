@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import ConfigError
+from core.errors import ConfigError, InvalidRequest
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import RopeScaling
 from model_files.model_source import load_model_info
@@ -104,12 +104,17 @@ def test_rows_of_an_incomplete_group_are_refused(tmp_path: Path, ggml_type: int,
             read("blk.0.attn_q.weight")
 
 
+PANICS = {"type": "Precompiled", "precompiled_charsmap": ""}  # ends in a panic of the library's Rust code
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("config", {"num_attention_heads": 0}, "num_attention_heads is 0, must be a whole number from 1"),
         ("config", {"num_key_value_heads": [2]}, r"num_key_value_heads is \[2\]"),
         ("config", {"hidden_size": 64.0}, "hidden_size is 64.0"),
+        ("config", {"head_dim": 1 << 23}, "head_dim must be even and from 2 to 4096, is 8388608"),
+        ("config", {"num_attention_heads": 1 << 21}, "num_heads times head_dim must be at most 16777216, are 2097152"),
         ("config", {"vocab_size": 1 << 40}, "vocab_size is 1099511627776, must be a whole number from 1 to 16777216"),
         ("config", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', must be a number"),
         ("config", {"model_type": ["llama"]}, r"model_type is \['llama'\], must be a string"),
@@ -125,6 +130,7 @@ def test_rows_of_an_incomplete_group_are_refused(tmp_path: Path, ggml_type: int,
         ("tokenizer_config", {"bos_token": {"content": 5}}, "bos_token: content is 5, must be a string"),
         ("tokenizer_config", {"chat_template": 5}, "chat_template is 5, must be a string"),
         ("tokenizer_config", {"chat_template": [5]}, "entry is 5, must be an object"),
+        ("tokenizer", {"normalizer": PANICS}, "cannot read .*tokenizer.json: .*Cannot parse precompiled_charsmap"),
     ],
 )
 def test_an_error_names_the_key_of_an_invalid_json_value(
@@ -133,6 +139,29 @@ def test_an_error_names_the_key_of_an_invalid_json_value(
     spec = write_directory(tmp_path / "a", **{name: changes})
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(spec)
+
+
+UNABLE: dict[str, dict[str, Any]] = {
+    "panics": {"normalizer": {"type": "Prepend", "prepend": ""}},
+    "panics with its frame": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "B", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [258], "tokens": ["<s>"]}},
+        }
+    },
+    "lacks a token": {"model": {"type": "Unigram", "unk_id": None, "vocab": [["b", 0.0]], "byte_fallback": False}},
+}
+
+
+@pytest.mark.parametrize("changes", UNABLE.values(), ids=UNABLE.keys())
+def test_a_text_that_the_tokenizer_of_the_model_cannot_encode_is_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(write_directory(tmp_path / "a", tokenizer=changes))
+    with pytest.raises(InvalidRequest, match="text: the model's tokenizer cannot encode it"):
+        tokenizer.encode("an <s> in")
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"3"])

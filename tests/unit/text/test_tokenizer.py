@@ -18,7 +18,7 @@ from tests.support.tokenizers import byte_level_tokenizer, sentencepiece_tokeniz
 from text.chat import Chat
 from text.chat_template import MAX_MESSAGES
 from text.tokenizer import load_tokenizer
-from text.tokenizer_files import byte_level_bytes
+from text.tokenizer_files import byte_level_bytes, sentencepiece_bytes
 
 CONFIG = {
     "model_type": "llama",
@@ -192,3 +192,8 @@ def test_importing_what_the_router_and_the_simulator_use_brings_no_torch() -> No
     command = f"import sys, {modules}; print('torch' in sys.modules, 'gguf' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert answer.stdout.split() == ["False", "False"]
+
+
+def test_only_two_hexadecimal_digits_are_a_byte_of_sentencepiece() -> None:
+    texts = {"<0x0A>": b"\n", "<0xfF>": b"\xff", "<0xZZ>": b"<0xZZ>", "<0x-1>": b"<0x-1>", "<0x 1>": b"<0x 1>"}
+    assert {text: sentencepiece_bytes(text) for text in texts} == texts

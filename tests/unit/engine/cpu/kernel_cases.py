@@ -35,6 +35,7 @@ from engine.sampling import exponentials, filtered_distribution, masked
 
 # bfloat16 has 8 bits: two roundings of a value near 4 differ by at most 1/64. Torch also rounds between its steps.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
+VANISHING = 1e-30  # as in quantized_linear.c
 Difference = tuple[str, float]  # name of the comparison, largest difference (of quantized: relative)
 
 
@@ -241,7 +242,8 @@ def rounded(inputs: torch.Tensor, fused: bool) -> torch.Tensor:
     """
     values = F.pad(inputs.float(), (0, -inputs.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     largest = values.abs().amax(-1, keepdim=True)
-    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    # Torch would compute 127.0 / largest as 127.0 * (1 / largest), which rounds twice.
+    factor = torch.where(largest >= VANISHING, torch.full_like(largest, 127.0) / largest, 0.0)
     scaled = (values.double() * factor.double()).round().float() if fused else (values * factor).round()
     return (scaled * largest / 127.0).flatten(1)[:, : inputs.shape[1]]
 

@@ -16,9 +16,10 @@ from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import FLAGS, SOURCES, TARGETS, Target, build, find_compiler
 from engine.cpu.kernels import Kernels, compiler_flags_of_cpu
+from engine.cpu.quantized_linear import NativeQuantizedLinear
 from model_files.catalogue import default_cache_dir
 from tests.support.c_kernels import need_compiler, portable_tiles, targets_here
-from tests.unit.engine.cpu.kernel_cases import TOLERANCE, AttentionCase, all_differences
+from tests.unit.engine.cpu.kernel_cases import TOLERANCE, AttentionCase, all_differences, matrix_of
 
 HEAD_DIMS = {8: (16, 32, 48, 64, 80, 128, 256), 16: (32, 64, 96, 128, 256)}
 
@@ -117,6 +118,22 @@ def test_large_scores_do_not_overflow(built: tuple[Target, Kernels], factor: flo
     assert attended.isfinite().all()
     assert attended.abs().max() <= 6 * factor, "a weighted mean cannot be larger than every value"
     assert case.differences(built[1])[0][1] <= tolerance
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_quantized_product_of_a_number_that_is_not_finite_is_not_finite(
+    built: tuple[Target, Kernels], value: float, bits: int
+) -> None:
+    multiply = NativeQuantizedLinear(built[1], 1).prepare(matrix_of(torch.randn(50, 96), bits, torch.float32), None)
+    inputs = torch.randn(3, 96)
+    others = multiply(inputs)[::2]
+    for column in range(96):
+        changed = inputs.clone()
+        changed[1, column] = value
+        product = multiply(changed)
+        assert not product[1].isfinite().any(), column
+        assert torch.equal(product[::2], others), "other rows do not change"
 
 
 def attend_rows(backend: NativeAttention, case: AttentionCase, chunk: ScheduledChunk, rows: range) -> torch.Tensor:
