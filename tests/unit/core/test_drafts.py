@@ -6,7 +6,7 @@ import pytest
 
 import core.scheduling.step_planner
 from core.cost.step_cost import StepCost
-from core.scheduling.drafts import FIRST_CHANCES, DraftChances, RowCosts, choose_drafts, saved_s
+from core.scheduling.drafts import FIRST_CHANCES, DraftChances, DraftGain, RowCosts, choose_drafts, saved_s
 from core.scheduling.sequence import Sequence
 from core.step import Proposal, SampledToken, StepOutput, StepPlan, TokenEvent
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven, make_sequence
@@ -101,6 +101,16 @@ def test_no_step_is_planned_ahead_of_one_with_drafts(monkeypatch: pytest.MonkeyP
     driven.finish_step(plan, {})
     assert driven.begin().num_drafts == 0
     assert driven.scheduler.schedule() is not None
+
+
+def test_a_step_ahead_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known proposals are for the tokens of the step in flight."""
+    monkeypatch.setattr(DraftGain, "is_worth_a_wait", False)
+    driven = Guessing(monkeypatch)
+    driven.add("a", PROMPT, max_tokens=20)
+    first, _ = driven.begin(), driven.begin()
+    driven.finish_step(first, {"a": guesses(6, 4)})
+    assert driven.begin().num_drafts == 0
 
 
 def test_steps_wait_for_outputs_that_often_have_forced_tokens_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:

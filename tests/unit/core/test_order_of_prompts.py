@@ -49,7 +49,9 @@ def test_the_reported_work_has_no_cached_prefix_and_all_that_is_not_computed() -
     plan = driven.begin()
     assert driven.scheduler.prompts_left() == [(20, 0), (30, 40)]
     driven.end(plan)
-    assert driven.scheduler.prompts_left() == [(12, 8), (30, 40)]
+    driven.add("whole", range(1, 41), arrival=2, max_tokens=1)  # the last token is computed in any case
+    driven.add("longer", range(1, 42), arrival=3, max_tokens=1)
+    assert driven.scheduler.prompts_left() == [(12, 8), (30, 40), (BLOCK_SIZE, 40 - BLOCK_SIZE), (1, 40)]
 
 
 def test_a_prompt_does_not_pass_if_the_blocks_are_too_few_for_the_rest_of_both() -> None:

@@ -60,6 +60,7 @@ class FakeWorker:
         self.silent = False  # a token stream has no first message
         self.finish_reason: Any = inference_pb2.FINISH_REASON_STOP  # of each Prefill and Decode call
         self.refusal: BaseException | None = None  # of each Decode call
+        self.decodes: list[worker_pb2.DecodeRequest] = []
         self.told: list[list[str]] = []  # the changes of each UpdatePeers call
         self.later_changes: list[list[PeerLeft]] = []  # the link gets the next of them as an UpdatePeers call ends
 
@@ -98,6 +99,7 @@ class FakeWorker:
 
     async def Decode(self, request: worker_pb2.DecodeRequest, **_: object) -> worker_pb2.DecodeFinished:
         assert request.stream_id == self.stream_ids[-1]
+        self.decodes.append(request)
         if self.refusal is not None:
             raise self.refusal
         return worker_pb2.DecodeFinished(finish_reason=self.finish_reason, num_tokens=3)

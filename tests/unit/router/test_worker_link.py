@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -17,20 +19,26 @@ import pytest_asyncio
 
 from core.errors import InvalidRequest, TokenStreamEnded, TransferFailed, WorkerUnavailable
 from core.handoff import LIVE_STATES
-from core.lifecycle import ServiceRole, WorkerState
+from core.lifecycle import FinishReason, ServiceRole, Stage, Timeline, WorkerState
 from core.paths import PeerLeft
 from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.step import SampledToken
-from protos import report_codec
+from decode_worker.events import DecodeDone
+from decode_worker.servicer import DecodeServicer, _encode_done
+from kv_transfer.protocol.events import PullStats
+from prefill_worker.machine import PrefillDone
+from prefill_worker.servicer import PrefillServicer
+from protos import codec, report_codec
 from router.links.token_stream import decode_step_tokens
-from router.links.worker_link import _decode_finished
+from router.links.worker_link import _decode_finished, _decode_prefill
 from router.requests.events import (
     DecodeResult,
     DecodeReturned,
     HandOver,
     OfferPrefix,
+    PrefillResult,
     PrefillReturned,
     PrefixRefused,
     StartDecode,
@@ -41,17 +49,19 @@ from router.requests.events import (
     WorkerLost,
     WorkerReported,
 )
-from runtime.tracing.span_names import SpanName
+from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
 from tests.support.waiting import until
 from tests.unit.router.fake_reports import FakeWorker, Reports, load, snapshot
+from worker.prefixes import PulledPrefix
 
 UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
 REQUEST = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
 TOKENS = worker_pb2.StepTokens(calls=[5, 6], indexes=[0, 3], token_ids=[11, 12])
 METADATA = grpc.aio.Metadata()
 GONE = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, METADATA, METADATA, "it is gone", None)
+STRANGER = grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, METADATA, METADATA, "another token", None)
 
 
 @pytest_asyncio.fixture
@@ -120,14 +130,91 @@ async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWork
     assert (refused.dispatch_id, refused.worker_id) == ("r#1", worker.link.endpoint.service_id)
 
 
-def test_the_times_of_a_worker_are_seconds() -> None:
-    stage = worker_pb2.StageSpan(name=SpanName.DECODE_QUEUE.value, start_ms=5000, duration_ms=6000)
-    times: Any = {"queue_ms": 1000, "prefill_ms": 2000, "transfer_ms": 3000, "transfer_exposed_ms": 4000}
-    stop = inference_pb2.FINISH_REASON_STOP
-    found = _decode_finished(worker_pb2.DecodeFinished(finish_reason=stop, num_tokens=3, stages=[stage], **times))
+async def test_a_decode_call_brings_the_source_of_its_blocks(worker: FakeWorker) -> None:
+    await worker.joins()
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, (7, address("p")), timeout_s=60.0, call=7))
+    assert isinstance(await worker.event(), DecodeReturned)
+    (request,) = worker.decodes
+    assert (codec.decode_transfer_id(request.transfer_id), codec.decode_agent(request.source)) == (7, address("p"))
+
+
+# ---- receipts: the figures that the servicers of workers write, and this link reads
+
+STAGES = [
+    (Stage.QUEUE, 10.0, 11.0), (Stage.PREFILL, 11.0, 13.0), (Stage.TRANSFER, 13.0, 16.0), (Stage.DECODE, 16.0, 20.0),
+    (Stage.MOVE, 20.0, 25.0),
+]  # fmt: skip
+PULL = PullStats(31, 3_000_000, 32, 33, total_s=9.0, read_s=0.002, exposed_s=0.25, owner="p", lane="rdma")
+PULLED = {"bytes": 3_000_000, "exposed_ms": 250, "blocks": 31, "skipped_blocks": 7, "reads": 32, "reread_blocks": 33,
+          "gb_per_s": 1.5, "lane": "rdma", "owner": "p"}  # fmt: skip
+PREFIX = PulledPrefix(21, 0.5, "p", 22)
+
+
+def receipt_of(done: DecodeDone) -> tuple[DecodeResult, dict[str, dict[str, str]]]:
+    """The receipt without its stages, and their attributes."""
+    servicer = DecodeServicer(60.0)
+    servicer.attach(Mock(), "d", Mock())
+    wire = _encode_done(done, 3)
+    wire.stages.extend(servicer._stages(done, 3))
+    found = _decode_finished(wire)
     assert isinstance(found, DecodeResult)
-    assert (found.queue_s, found.prefill_s, found.transfer_s, found.transfer_exposed_s) == (1, 2, 3, 4)
-    assert [(each.start_s, each.duration_s) for each in found.stages] == [(5, 6)]
+    assert [(stage.start_s, stage.duration_s) for stage in found.stages] == [(0, 1), (1, 2), (3, 3), (6, 4), (10, 5)]
+    return replace(found, stages=()), {stage.name: dict(stage.attributes) for stage in found.stages}
+
+
+def test_the_router_reads_each_figure_of_a_decode_worker_at_its_place() -> None:
+    done = DecodeDone("r", FinishReason.HANDOFF, 5, Timeline(Stage.FINISHED, 25.0, STAGES), PULL, 6.5, 7, 20, 8, 9, 10,
+                      11, 12, 13, PREFIX)  # fmt: skip
+    found, stages = receipt_of(done)
+    assert found == DecodeResult(FinishReason.HANDOFF, 3, 5, 1.0, 2.0, 3.0, 0.25, 3_000_000, kv_block_seconds=6.5,
+                                 num_moved_blocks=31, num_skipped_blocks=7, drafted_tokens=10, accepted_drafts=11,
+                                 recomputed_tokens=12, read_tokens=21, read_bytes=22)  # fmt: skip
+    queue, prefill, transfer, decode, move = stages.values()
+    read = {"tandem.prefix.tokens": "21", "tandem.prefix.wait_ms": "500", "tandem.prefix.bytes": "22"}
+    assert queue.items() >= {**read, "tandem.prefix.owner": "p"}.items()
+    assert (prefill[Attribute.CACHED_TOKENS], prefill[Attribute.TOKENS]) == ("5", "15")
+    pulled = {f"tandem.transfer.{name}": str(value) for name, value in PULLED.items()}
+    assert transfer == {Attribute.WORKER: "d", **pulled}
+    assert [decode[name] for name in (Attribute.TOKENS, Attribute.BLOCKS, Attribute.PREEMPTIONS)] == ["3", "8", "9"]
+    assert move == {Attribute.WORKER: "d", Attribute.TRANSFERRED_BYTES: "13"}
+
+
+def test_a_decode_worker_that_has_read_nothing_says_so() -> None:
+    done = DecodeDone("r", FinishReason.LENGTH, 0, Timeline(Stage.FINISHED, 25.0, STAGES), None)
+    found, stages = receipt_of(done)
+    assert found == DecodeResult(FinishReason.LENGTH, 3, 0, 1.0, 2.0, 3.0, 0.0, 0)
+    assert stages[SpanName.DECODE_MOVE.value] == {Attribute.WORKER: "d"}, "the move has failed"
+    _, stages = receipt_of(replace(done, pull=replace(PULL, read_s=0.0)))
+    assert stages[SpanName.DECODE_TRANSFER.value][Attribute.TRANSFER_GB_PER_S] == "0"
+
+
+@pytest.mark.parametrize(
+    ("lacks", "wire"),
+    [
+        ("finish_reason", worker_pb2.DecodeFinished(num_tokens=3)),
+        ("token", worker_pb2.DecodeFinished(finish_reason=inference_pb2.FINISH_REASON_STOP)),
+    ],
+)
+def test_an_end_without_a_reason_or_a_token_is_a_failure(lacks: str, wire: worker_pb2.DecodeFinished) -> None:
+    assert str(_decode_finished(wire)).endswith(f"finished without a {lacks}")
+
+
+@pytest.mark.parametrize(("prefix", "read"), [(PREFIX, (21, 22)), (None, (None, 0))])
+async def test_the_router_reads_each_figure_of_a_prefill_worker_at_its_place(
+    monkeypatch: pytest.MonkeyPatch, prefix: PulledPrefix | None, read: tuple[int | None, int]
+) -> None:
+    done = PrefillDone("r", 4, SampledToken(1), FinishReason.STOP, 5, Timeline(Stage.DECODE, 13.0, STAGES[:2]), 20, 8,
+                       kv_block_seconds=6.5, prefix=prefix, handoff=b"kv")  # fmt: skip
+    servicer = PrefillServicer(60.0)
+    servicer.attach(Mock(), "p", Mock())
+    monkeypatch.setattr(servicer, "_compute", AsyncMock(return_value=done))
+    found = _decode_prefill(await servicer.Prefill(worker_pb2.PrefillRequest(), Mock(time_remaining=lambda: 9.0)))
+    expected = PrefillResult(4, SampledToken(1), FinishReason.STOP, 5, 1.0, 2.0, (), 6.5, *read, b"kv")
+    assert replace(found, stages=()) == expected
+    queue, prefill = (stage.attributes for stage in found.stages)
+    assert queue.get(Attribute.PREFIX_TOKENS) == (prefix and "21")
+    computed = [prefill[name] for name in (Attribute.CACHED_TOKENS, Attribute.TOKENS, Attribute.BLOCKS)]
+    assert computed == ["5", "15", "8"]
 
 
 # ---- changes of peers
@@ -170,6 +257,8 @@ STREAMS: dict[str, tuple[list[list[Any]], list[str]]] = {  # the reports of each
     # A worker that cuts off a slow router still serves the calls of the router.
     "one failure": ([[GONE], [FIRST]], ["joined"]),
     "two failures": ([[GONE], [GONE], [FIRST]], ["lost: it is gone", "joined"]),
+    "another token once": ([[STRANGER], [FIRST]], ["joined"]),
+    "another token": ([[STRANGER], [STRANGER], [FIRST]], ["lost: another token", "joined"]),
     "failures with reports between them": ([[FIRST, GONE], [FIRST, GONE], [FIRST]], ["joined"] * 3),
     "an unreadable snapshot": ([[UNREADABLE], [FIRST]], ["refused: role: 99 is not a WorkerRole", "joined"]),
     "another worker": ([[OTHER], [FIRST]], ["refused: worker_id: 127.0.0.1:1 answers as 'other'", "joined"]),
@@ -197,6 +286,7 @@ async def test_reports_out_of_step_are_not_used_and_the_link_subscribes_again(
         new_worker.is_followed(*(Reports(*stream) for stream in streams))
         found = [words_of(await new_worker.event(), caplog.messages) for _ in expected]
     assert found == expected
+    assert caplog.text.count("have different cluster tokens") == (streams[0] == [STRANGER])
     assert new_worker.num_watches == len(streams)
     assert new_worker.posted.empty()
 
