@@ -10,7 +10,6 @@ from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, Tande
 from core.plain_text import escaped
 from core.request import MAX_SEED
 from router.serving import validation
-from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.choice_calls import calls_of, can_call
 from router.serving.choice_stream import ChoiceStream
@@ -60,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
         try:
-            with self._tenants.admit(request, writer, self._shell.now()) as owner:
+            with self._tenants.admit(request, writer.context, self._shell.now()) as owner:
                 await self._generate(request, writer, owner)
         except (KeyLimitReached, Unauthenticated) as error:
             self._shell.count_refusal(error)
@@ -68,9 +67,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: inference_pb2.GenerateRequest, writer: CallWriter, owner: Owner) -> None:
         arrived_at = self._shell.now()
-        timeout_s = self._remaining_s(writer)
+        timeout_s = self._remaining_s(writer.context)
         deadline = arrived_at + timeout_s
-        headers = {key: str(value) for key, value in writer.invocation_metadata() or ()}
+        headers = {key: str(value) for key, value in writer.context.invocation_metadata() or ()}
         operation = "chat" if request.HasField("chat") else "text_completion"
         new_id, limits = self._shell.new_request_id(), self._shell.view.decode_limits
         try:
@@ -103,15 +102,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
             for choice, choice_request in enumerate(generation.choices)
         ]
-        messages = CallMessages(streams, request.min_interval_ms / 1e3, self._shell.now)
+        writer.begin(streams, request.min_interval_ms / 1e3, self._shell.now)
         if generation.resumed is not None:
             streams[0].resume(generation.resumed)
             if streams[0].result is not None:  # no worker has anything left to do
-                await _write(writer, messages, deadline)
+                await _write(writer, deadline)
                 return
         try:
-            self._shell.open(streams, deadline, num_following_calls(writer) * len(streams))
-            await _write(writer, messages, deadline)
+            self._shell.open(streams, deadline, num_following_calls(writer.context) * len(streams))
+            await _write(writer, deadline)
         finally:
             for stream in streams:
                 self._shell.close(stream)
@@ -160,11 +159,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
 
-async def _write(writer: CallWriter, messages: CallMessages, deadline: float) -> None:
+async def _write(writer: CallWriter, deadline: float) -> None:
     """WRITE_GRACE_S lets the machine end the request at the deadline first."""
     try:
         async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
-            await writer.write_all(messages)
+            await writer.write_all()
     except TimeoutError:
         raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
 

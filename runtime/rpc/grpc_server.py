@@ -269,8 +269,8 @@ def trailers_of(error: TandemError) -> tuple[tuple[str, str], ...]:
 class LocalContext:
     """The context of a call from this process, which no gRPC carries. `abort` raises the error itself."""
 
-    def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
-        self._metadata = metadata
+    def __init__(self, metadata: Sequence[tuple[str, str]], timeout_s: float | None = None) -> None:
+        self._metadata, self._timeout_s = metadata, timeout_s
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         return self._metadata
@@ -279,7 +279,7 @@ class LocalContext:
         return ""
 
     def time_remaining(self) -> float | None:
-        return None
+        return self._timeout_s
 
 
 CallContext = grpc.aio.ServicerContext[Any, Any] | LocalContext
