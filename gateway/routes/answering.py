@@ -20,7 +20,7 @@ from gateway.formats.form import AnswerForm
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.usage import UsageSum
 from gateway.guardrails import Guardrail, Message
-from gateway.http.connection import EventStream, EventWriter, while_connected
+from gateway.http.connection import EventStream, while_connected
 from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, warning_headers
@@ -135,27 +135,11 @@ class AnswerCollector:
 
 
 async def answer_stream(request: Request, call: Call, form: AnswerForm) -> Response:
-    """The stream begins with the first token, so that a refusal before it has its own status."""
     _count_time_before(request)
-    writer = EventWriter(form)
-    generating = asyncio.create_task(call.generate(writer))
-    generating.add_done_callback(_note_end)
-    try:
-        begun = asyncio.wait((generating, writer.has_begun), return_when=asyncio.FIRST_COMPLETED)
-        await while_connected(request.receive, begun)
-        if not writer.has_begun.done():
-            await generating  # raises its error
-    except BaseException:
-        generating.cancel()
-        raise
     metrics: GatewayMetrics = request.app.state.metrics
-    return EventStream(writer, generating, call.headers(), metrics.added_per_message.observe)
-
-
-def _note_end(generating: asyncio.Task[None]) -> None:
-    """Without a look at its error, asyncio logs a call that failed after its client had gone."""
-    if not generating.cancelled():
-        generating.exception()
+    stream = EventStream(form, call.headers(), metrics.added_per_message.observe)
+    await stream.begin(call.generate(stream), request.receive)
+    return stream
 
 
 async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:
