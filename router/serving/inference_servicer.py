@@ -17,7 +17,7 @@ from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission, num_following_calls
 from router.shell import RouterShell
 from runtime.owner_ledger import Owner
-from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
+from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, aborts, remaining_s
 from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from text.text_stream import TextStream
@@ -48,13 +48,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._shell.config.default_timeout_s)
 
+    @aborts
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        try:
-            await self.serve(request, StreamWriter(context))
-            if self.draining:
-                await asyncio.sleep(min(LAST_READ_S, self._remaining_s(context) / 2))
-        except TandemError as error:
-            await abort(context, error)
+        await self.serve(request, StreamWriter(context))
+        if self.draining:
+            await asyncio.sleep(min(LAST_READ_S, self._remaining_s(context) / 2))
 
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
@@ -115,33 +113,29 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             for stream in streams:
                 self._shell.close(stream)
 
+    @aborts
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        try:
-            token_ids = await self._validation_pool.run(
-                self._tenants.owner_of(context), self._remaining_s(context),
-                validation.prompt_work_of(request), validation.tokenize_prompt,
-                request, self._tokenizer, self._shell.config,
-            )  # fmt: skip
-        except TandemError as error:
-            await abort(context, error)
+        token_ids = await self._validation_pool.run(
+            self._tenants.owner_of(context), self._remaining_s(context),
+            validation.prompt_work_of(request), validation.tokenize_prompt,
+            request, self._tokenizer, self._shell.config,
+        )  # fmt: skip
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
+    @aborts
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        try:
-            if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
-                raise InvalidRequest(
-                    "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
-                )
-            text = await self._validation_pool.run(
-                self._tenants.owner_of(context), self._remaining_s(context), request.ByteSize(),
-                self._tokenizer.decode, request.token_ids, True,
-            )  # fmt: skip
-        except TandemError as error:
-            await abort(context, error)
+        if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
+            raise InvalidRequest(
+                "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
+            )
+        text = await self._validation_pool.run(
+            self._tenants.owner_of(context), self._remaining_s(context), request.ByteSize(),
+            self._tokenizer.decode, request.token_ids, True,
+        )  # fmt: skip
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(self, _: inference_pb2.GetModelRequest, __: CallContext) -> inference_pb2.GetModelResponse:
