@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +30,14 @@ from runtime.rpc.api_keys import FOLLOWING
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 SEND_BYTES = 64 * 1024
+
+
+class Given(NamedTuple):
+    """A body as the router takes it, but for the name of the model and the id."""
+
+    wire: GenerateRequest
+    num_chars: int  # of all messages or prompts; a token id counts as one
+    warnings: list[str]
 
 
 @dataclass(frozen=True, slots=True)

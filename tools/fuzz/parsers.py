@@ -150,16 +150,16 @@ def _body(path: str, schema: Any, convert: Callable[[Any], Any]) -> Parser:
 def _echo(data: bytes) -> Turns:
     """What the loop does with a body that is read: an answer repeats parts of it."""
     try:
-        body, given = calls._read(data, ResponsesBody, responses._given)
+        body, (_, echoed) = calls._read(data, ResponsesBody, responses._given)
     except (ApiError, ValidationError):
-        body, given = None, None
+        body = None
     yield Ellipsis
-    if body is None or given is None:
+    if body is None:
         return
     field_names(body)
     yield None
     head = AnswerHead("i", "m", 0, frozenset(), ())
-    json_pieces(ResponseEvents(head, given.echoed, UsageSum(1, False)).result())
+    json_pieces(ResponseEvents(head, echoed, UsageSum(1, False)).result())
     yield None
 
 
