@@ -18,14 +18,13 @@ from gateway.fleets import ServedModel
 from gateway.formats.encoded import json_pieces
 from gateway.formats.form import AnswerForm
 from gateway.formats.outputs import AnswerHead
-from gateway.formats.usage import UsageSum
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import EventStream, while_connected
 from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, warning_headers
 from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
-from gateway.schemas.sampling import SamplingFields
+from gateway.schemas.sampling import StreamOptions
 from runtime.rpc.api_keys import FOLLOWING
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
@@ -53,13 +52,20 @@ class Call:
     context: CallContext
     names: Mapping[str, str]  # of fields, for `named`
 
-    def head(self) -> AnswerHead:
-        first, eos_token_ids = self.requests[0], frozenset(self.model.info.eos_token_ids)
-        stop_strings, names_tool = tuple(first.stop.stop_strings), bool(first.chat.tool_choice.name)
+    def head(self, options: StreamOptions | None = None) -> AnswerHead:
+        first, with_receipt = self.requests[0], self.context.wants_receipt or bool(options and options.include_receipt)
         return AnswerHead(
-            self.id, self.model.name, int(time.time()), eos_token_ids, stop_strings, names_tool,
-            first.return_prompt_token_ids,
-        )  # fmt: skip
+            self.id,
+            self.model.name,
+            int(time.time()),
+            frozenset(self.model.info.eos_token_ids),
+            tuple(first.stop.stop_strings),
+            names_tool=bool(first.chat.tool_choice.name),
+            with_token_ids=first.return_prompt_token_ids,
+            num_choices=first.n,
+            with_usage=with_receipt or bool(options and options.include_usage),
+            with_receipt=with_receipt,
+        )
 
     def generate(self, sink: AnswerSink) -> Coroutine[Any, Any, None]:
         """Generates into `sink`. Raises the error of the first call that fails; the others are then cancelled.
@@ -68,7 +74,7 @@ class Call:
         """
         if self.guardrail is None:
             return self._generate(sink)
-        checked = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
+        checked = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n)
         return checked.check_all(self._generate(checked))
 
     async def _generate(self, sink: Sink) -> None:
@@ -81,7 +87,7 @@ class Call:
             for number, request in enumerate(self.requests, 1):
                 call = self._generate_one(request, Renumbered(sink, first_choice), len(self.requests) - number)
                 calls.append(asyncio.create_task(call))
-                first_choice += request.n or 1
+                first_choice += request.n
                 await asyncio.sleep(0)  # the call begins, in 1 to 4 ms of the loop
                 if calls[-1].done() and calls[-1].exception() is not None:
                     break
@@ -112,13 +118,6 @@ async def _cancel_in_turns(tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def usage_of(body: SamplingFields, call: Call) -> tuple[UsageSum, bool]:
-    """What counts the tokens of the answer, and whether a stream ends with the counts."""
-    options = body.stream_options
-    wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
-    return UsageSum(body.num_choices, wants_receipt), wants_receipt or bool(options and options.include_usage)
 
 
 class AnswerCollector:

@@ -8,7 +8,6 @@ from starlette.routing import Route
 
 from gateway.formats.encoded import EncodedValue
 from gateway.formats.responses import ResponseEvents
-from gateway.formats.usage import UsageSum
 from gateway.routes.answering import Given, answer_object, answer_stream
 from gateway.routes.calls import read_body
 from gateway.routes.chat import given_chat, prepare_chat
@@ -29,7 +28,7 @@ from tandem_client.stubs.inference_pb2 import ChatPrompt
 async def responses(request: Request) -> Response:
     body, (given, echoed) = await read_body(request, ResponsesBody, _given)
     call = await prepare_chat(request, body, given, "resp_", field_names(body))
-    form = ResponseEvents(call.head(), echoed, UsageSum(1, call.context.wants_receipt))
+    form = ResponseEvents(call.head(), echoed)
     return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 

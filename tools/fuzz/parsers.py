@@ -18,7 +18,6 @@ from gateway.errors import ApiError, invalid
 from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.responses import ResponseEvents
-from gateway.formats.usage import UsageSum
 from gateway.http.http_protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
 from gateway.routes import calls, chat, completions, responses, tokens
 from gateway.schemas.chat import ChatBody
@@ -159,7 +158,7 @@ def _echo(data: bytes) -> Turns:
     field_names(body)
     yield None
     head = AnswerHead("i", "m", 0, frozenset(), ())
-    json_pieces(ResponseEvents(head, echoed, UsageSum(1, False)).result())
+    json_pieces(ResponseEvents(head, echoed).result())
     yield None
 
 
