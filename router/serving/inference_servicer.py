@@ -11,7 +11,6 @@ from core.plain_text import escaped
 from core.request import MAX_SEED
 from router.serving import validation
 from router.serving.call_writer import CallWriter, Context, StreamWriter
-from router.serving.choice_calls import calls_of, can_call
 from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission, num_following_calls
@@ -20,7 +19,6 @@ from runtime.owner_ledger import Owner
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, aborts, remaining_s
 from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
-from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
@@ -80,7 +78,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = escaped(request.request_id[: validation.MAX_REQUEST_ID_CHARS]) or new_id
             self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
-        with_tags = can_call(request, self._tokenizer.tool_format)
         streams = [
             ChoiceStream(
                 choice=choice,
@@ -89,21 +86,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request=choice_request,
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,
-                text=TextStream(
-                    self._tokenizer.detokenizer(with_tags), generation.stop_strings, choice_request.sampling.min_tokens
-                ),
+                text=text,
                 trace=self._shell.telemetry.start_trace(headers),
                 changed=writer.changed,
                 token_name=self._tokenizer.token_name,
-                calls=calls_of(request, self._tokenizer.tool_format, choice_request, generation.request_id),
+                calls=calls,
                 returns_prompt=request.return_prompt_token_ids,
             )
-            for choice, choice_request in enumerate(generation.choices)
+            for choice, (choice_request, (text, calls)) in enumerate(
+                zip(generation.choices, generation.outputs, strict=True)
+            )
         ]
         writer.begin(streams, request.min_interval_ms / 1e3, self._shell.now)
-        if generation.resumed is not None:
-            streams[0].resume(generation.resumed)
-            if streams[0].result is not None:  # no worker has anything left to do
+        if request.resume:
+            streams[0].resume(request.resume, generation.end)
+            if generation.end is not None:  # no worker has anything left to do
                 await _write(writer, deadline)
                 return
         try:
