@@ -36,7 +36,7 @@ from decode_worker.token_stream import TokenStreamWriter
 from kv_transfer.protocol.events import PullStats
 from protos import codec
 from runtime.driver import Driver
-from runtime.rpc.grpc_server import abort, remaining_s
+from runtime.rpc.grpc_server import aborts, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
@@ -80,23 +80,18 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
     # ---- calls of routers
 
+    @aborts
     async def StreamTokens(self, request: worker_pb2.StreamTokensRequest, context: Context) -> None:
-        try:
-            await self._stream_tokens(request, context)
-        except TandemError as error:
-            await abort(context, error)
-
-    async def _stream_tokens(self, wire: worker_pb2.StreamTokensRequest, context: Context) -> None:
-        if not wire.stream_id:
+        if not request.stream_id:
             raise InvalidRequest("stream_id", "must not be 0")
-        if wire.stream_id in self._streams:
-            raise InvalidRequest("stream_id", f"a stream {wire.stream_id} is open already")
+        if request.stream_id in self._streams:
+            raise InvalidRequest("stream_id", f"a stream {request.stream_id} is open already")
         self._driver.refuse_if_stopped()
-        stream = self._streams[wire.stream_id] = TokenStreamWriter(wire.router_id)
+        stream = self._streams[request.stream_id] = TokenStreamWriter(request.router_id)
         try:
             await stream.write_all(context.write)
         finally:
-            del self._streams[wire.stream_id]
+            del self._streams[request.stream_id]
             self._end_calls(stream, TokenStreamEnded("the token stream of this call has ended"))
 
     def _end_calls(self, stream: TokenStreamWriter, error: TandemError) -> None:
@@ -104,13 +99,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             if call.stream is stream and not call.end.done():
                 call.end.set_result(error)
 
-    async def Decode(self, request: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
-        try:
-            return await self._decode(request, context)
-        except TandemError as error:
-            await abort(context, error)
-
-    async def _decode(self, wire: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
+    @aborts
+    async def Decode(self, wire: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
         request = codec.decode_sequence(wire.sequence)
         await self._check(request)
         source = None
@@ -138,21 +128,17 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         finished.stages.extend(self._stages(end, call.num_tokens))
         return finished
 
-    async def HandOver(self, request: worker_pb2.HandOverRequest, context: Context) -> worker_pb2.HandOverResponse:
-        try:
-            if not 0 < len(request.handoff) <= MAX_HANDOFF_BYTES:
-                size = len(request.handoff)
-                raise InvalidRequest("handoff", f"must have 1 to {MAX_HANDOFF_BYTES} bytes, has {size}")
-            self._driver.ask(HandoffArrived(codec.decode_transfer_id(request.transfer_id), request.handoff))
-        except TandemError as error:
-            await abort(context, error)
+    @aborts
+    async def HandOver(self, request: worker_pb2.HandOverRequest, _: Context) -> worker_pb2.HandOverResponse:
+        if not 0 < len(request.handoff) <= MAX_HANDOFF_BYTES:
+            size = len(request.handoff)
+            raise InvalidRequest("handoff", f"must have 1 to {MAX_HANDOFF_BYTES} bytes, has {size}")
+        self._driver.ask(HandoffArrived(codec.decode_transfer_id(request.transfer_id), request.handoff))
         return worker_pb2.HandOverResponse()
 
-    async def Move(self, request: worker_pb2.MoveRequest, context: Context) -> worker_pb2.MoveResponse:
-        try:
-            self._driver.ask(_decode_move(request))
-        except TandemError as error:
-            await abort(context, error)
+    @aborts
+    async def Move(self, request: worker_pb2.MoveRequest, _: Context) -> worker_pb2.MoveResponse:
+        self._driver.ask(_decode_move(request))
         return worker_pb2.MoveResponse()
 
     # ---- actions of the machine

@@ -20,7 +20,6 @@ from gateway.fleets import Fleets
 from gateway.guardrails import load_guardrail
 from gateway.http.body import WaitingBodies
 from gateway.http.middleware import MAX_OPEN_REQUESTS, HttpMiddleware
-from gateway.http.tracing import Tracer
 from gateway.metrics import GatewayMetrics
 from gateway.routes import chat, completions, operations, responses, tokens
 from gateway.routes.calls import passed_on
@@ -55,9 +54,7 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
     async def authorize(scope: Scope) -> None:
         await fleets.authorize(passed_on(Request(scope)))
 
-    middleware = [
-        Middleware(HttpMiddleware, config=config, authorize=authorize, metrics=metrics, tracer=Tracer(telemetry))
-    ]
+    middleware = [Middleware(HttpMiddleware, config=config, authorize=authorize, metrics=metrics, telemetry=telemetry)]
     if config.cors_origins:  # outermost, so refusals have its headers, too
         cors = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],

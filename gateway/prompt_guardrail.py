@@ -13,7 +13,7 @@ from core.request import MAX_JSON_CHARS
 from gateway.errors import ApiError, refused
 from gateway.guardrails import Guardrail, Message, Refused, check_prompt
 from gateway.schemas.json_size import check_texts
-from tandem_client.stubs.inference_pb2 import ChatPrompt
+from tandem_client.stubs.inference_pb2 import ChatPrompt, GenerateRequest
 
 VIOLATION = "content_policy_violation"
 NAMES = ("name", "id", "tool_call_id")
@@ -101,8 +101,8 @@ async def _check(guardrail: Guardrail, messages: list[Message]) -> tuple[Message
         raise ApiError(400, str(error), code=VIOLATION) from None
 
 
-def refuse_tokens(guardrail: Guardrail | None, num_logprobs: int | None, with_token_ids: bool) -> None:
+def refuse_tokens(guardrail: Guardrail | None, wire: GenerateRequest) -> None:
     """Log-probabilities and token ids would show the tokens that a guardrail takes out. Raises `ApiError`."""
-    for field, is_set in {"logprobs": num_logprobs is not None, "return_token_ids": with_token_ids}.items():
+    for field, is_set in (("logprobs", wire.HasField("logprobs")), ("return_token_ids", wire.return_prompt_token_ids)):
         if guardrail is not None and is_set:
             raise refused(field, "is not supported: a guardrail checks the output", "unsupported_parameter")

@@ -20,7 +20,7 @@ from prefill_worker.machine import (
 )
 from protos import codec
 from runtime.driver import Driver
-from runtime.rpc.grpc_server import abort, remaining_s
+from runtime.rpc.grpc_server import aborts, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
@@ -42,13 +42,11 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         self._check = check
         self._worker_id = worker_id
 
+    @aborts
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.PrefillResponse:
-        try:
-            done = await self._compute(request, remaining_s(context, self.default_timeout_s))
-        except TandemError as error:
-            await abort(context, error)
+        done = await self._compute(request, remaining_s(context, self.default_timeout_s))
         return worker_pb2.PrefillResponse(
             first_token=codec.encode_token(done.index, done.token),
             finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],
@@ -62,13 +60,11 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             read_tokens=None if done.prefix is None else done.prefix.num_tokens,
         )
 
+    @aborts
     async def Withdraw(
-        self, request: worker_pb2.WithdrawRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: worker_pb2.WithdrawRequest, _: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.WithdrawResponse:
-        try:
-            self._driver.ask(OfferWithdrawn(codec.decode_transfer_id(request.transfer_id)))
-        except TandemError as error:
-            await abort(context, error)
+        self._driver.ask(OfferWithdrawn(codec.decode_transfer_id(request.transfer_id)))
         return worker_pb2.WithdrawResponse()
 
     def _stages(self, done: PrefillDone) -> list[worker_pb2.StageSpan]:

@@ -40,7 +40,7 @@ class LocalCalls:
         self, request: inference_pb2.GenerateRequest, sink: LocalSink, timeout_s: float, metadata: Metadata
     ) -> None:
         """The servicer checks the key, and counts a refusal."""
-        await self._inference.serve(request, SinkWriter(sink, metadata, timeout_s))
+        await self._inference.serve(request, SinkWriter(sink, LocalContext(metadata, timeout_s)))
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, metadata: Metadata

@@ -209,23 +209,19 @@ class RouterShell:
         match action:
             case events.Deliver():
                 self._deliver(action)
-            case events.StartPrefill():
-                self.links[action.worker_id].start_prefill(action)
             case events.StartDecode():
                 if not action.is_move:
                     self._streams[request_id_of(action.dispatch_id)].dispatched(action.promise)
-                self.links[action.worker_id].start_decode(action)
+                self.links[action.worker_id].perform(action)
+            case events.OfferPrefix() if action.worker_id not in self.links:
+                pass  # the reader computes the prefix
+            case (
+                events.StartPrefill() | events.HandOver() | events.WithdrawOffer() | events.OfferPrefix()
+                | events.StartMove() | events.ResumeSequence()
+            ):  # fmt: skip
+                self.links[action.worker_id].perform(action)
             case events.UpdatePeers(worker_id, changes):
                 self.links[worker_id].update_peers(changes)
-            case events.HandOver():
-                self.links[action.worker_id].hand_over(action)
-            case events.WithdrawOffer():
-                self.links[action.worker_id].withdraw(action)
-            case events.OfferPrefix():
-                if action.worker_id in self.links:  # else the reader computes the prefix
-                    self.links[action.worker_id].offer_prefix(action)
-            case events.StartMove() | events.ResumeSequence():
-                self.links[action.worker_id].move(action)
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)

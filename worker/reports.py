@@ -19,10 +19,10 @@ from typing import Any
 import grpc.aio
 
 from core.config import WorkerConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
 from protos import codec
-from runtime.rpc.grpc_server import abort
+from runtime.rpc.grpc_server import aborts
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.prefixes import PrefixRequested
 
@@ -128,9 +128,10 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._closed = True
         self.end_streams()
 
+    @aborts
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._closed:
-            await abort(context, WorkerUnavailable("this worker is stopping or has failed"))
+            raise WorkerUnavailable("this worker is stopping or has failed")
         # The snapshot contains all changes so far, and `changes()` returns each only once: publish them first.
         self.publish()
         first = self._snapshot()
@@ -143,9 +144,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
                 await context.write(report)
         finally:
             self._subscribers.discard(subscriber)
-        await abort(
-            context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker stops or changes its role")
-        )
+        raise WorkerUnavailable(f"{request.router_id} read too slowly, or this worker stops or changes its role")
 
     async def PaceReports(
         self, request: worker_pb2.PaceReportsRequest, _: grpc.aio.ServicerContext[Any, Any]
@@ -164,23 +163,19 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         del response.holders[limit:]
         return response
 
+    @aborts
     async def OfferPrefix(
-        self, request: worker_pb2.OfferPrefixRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: worker_pb2.OfferPrefixRequest, _: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.OfferPrefixResponse:
-        try:
-            transfer_id, reader = codec.decode_transfer_id(request.transfer_id), codec.decode_agent(request.reader)
-            token_ids, limit_s = codec.decode_token_ids(request.packed_token_ids), codec.decode_limit(request.limit_ms)
-            self._ask(PrefixRequested(transfer_id, reader, token_ids, request.cache_salt, limit_s))
-        except TandemError as error:
-            await abort(context, error)
+        transfer_id, reader = codec.decode_transfer_id(request.transfer_id), codec.decode_agent(request.reader)
+        token_ids, limit_s = codec.decode_token_ids(request.packed_token_ids), codec.decode_limit(request.limit_ms)
+        self._ask(PrefixRequested(transfer_id, reader, token_ids, request.cache_salt, limit_s))
         return worker_pb2.OfferPrefixResponse()
 
+    @aborts
     async def UpdatePeers(
-        self, request: worker_pb2.UpdatePeersRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: worker_pb2.UpdatePeersRequest, _: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.UpdatePeersResponse:
-        try:
-            for change in request.changes:
-                self._ask(codec.decode_change(change))
-        except TandemError as error:
-            await abort(context, error)
+        for change in request.changes:
+            self._ask(codec.decode_change(change))
         return worker_pb2.UpdatePeersResponse()

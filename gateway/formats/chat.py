@@ -7,7 +7,6 @@ from typing import Any
 from gateway.formats.chunks import Chunks, FoldedChoice
 from gateway.formats.form import Events
 from gateway.formats.outputs import AnswerHead, chat_logprobs
-from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk, parts_of
 from tandem_client.stubs.inference_pb2 import ToolCallDelta
 
@@ -16,9 +15,9 @@ class ChatChunks(Chunks):
     before, after = '"delta": {"content": ', "}"
     prompt_is_beside = True
 
-    def __init__(self, head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool = False) -> None:
-        super().__init__(("chat.completion.chunk", "chat.completion"), head, num_choices, usage, with_usage)
-        self._begun = [False] * num_choices
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(("chat.completion.chunk", "chat.completion"), head, head.num_choices)
+        self._begun = [False] * head.num_choices
 
     def plain_text(self, chunk: Chunk) -> str | None:
         return None if chunk.logprobs or chunk.tool_calls else chunk.text

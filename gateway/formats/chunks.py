@@ -53,7 +53,7 @@ class FoldedChoice:
 
 
 class Chunks(AnswerForm):
-    """The chunks of one answer. With `with_usage`, `usage` is the last chunk of a stream.
+    """The chunks of one answer. With `head.with_usage`, `usage` is the last chunk of a stream.
 
     Token ids are where vLLM has them: those of the prompt with the first chunk of each choice, or once for a choice of
     the object; a chat has them beside its choices.
@@ -62,12 +62,9 @@ class Chunks(AnswerForm):
     before, after = "", ""  # the text of a chunk with nothing but text, around the text
     prompt_is_beside = False  # the token ids of the prompt are no field of a choice
 
-    def __init__(
-        self, kinds: tuple[str, str], head: AnswerHead, num_choices: int, usage: UsageSum, with_usage: bool
-    ) -> None:
-        """`kinds`: the `object` of a chunk, and that of the whole."""
-        self.head, self.usage = head, usage
-        self._with_usage = with_usage
+    def __init__(self, kinds: tuple[str, str], head: AnswerHead, num_choices: int) -> None:
+        """`kinds`: the `object` of a chunk, and that of the whole. `num_choices`: of all prompts."""
+        self.head, self.usage = head, UsageSum(head.num_choices, head.with_receipt)
         self._common = {"id": head.id, "object": kinds[0], "created": head.created, "model": head.model}
         self._kind, self._num_choices = kinds[1], num_choices
         self._folded: defaultdict[int, FoldedChoice] = defaultdict(FoldedChoice)
@@ -106,7 +103,7 @@ class Chunks(AnswerForm):
 
     def _prompt(self, chunk: Chunk) -> EncodedValue:
         """The token ids of the prompt, encoded once for all of its choices."""
-        number = chunk.choice // self.usage.num_choices
+        number = chunk.choice // self.head.num_choices
         if number not in self._prompts:
             self._prompts[number] = EncodedValue(list(chunk.prompt_token_ids))
         return self._prompts[number]
@@ -138,12 +135,12 @@ class Chunks(AnswerForm):
     def _around(self) -> tuple[list[str], str]:
         """The parts before, for each choice, and after the escaped text."""
         opening = json.dumps(self._common)[:-1]
-        no_usage = ', "usage": null' if self._with_usage else ""
+        no_usage = ', "usage": null' if self.head.with_usage else ""
         befores = [f'data: {opening}, "choices": [{{"index": {i}, {self.before}' for i in range(self._num_choices)]
         return befores, f'{self.after}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
 
     def encode(self, events: Events) -> bytes:
-        no_usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        no_usage: dict[str, Any] = {"usage": None} if self.head.with_usage else {}
         return b"".join(
             sse(self._common | self._beside(fields) | {"choices": [fields]} | no_usage) for fields in events
         )
@@ -154,7 +151,7 @@ class Chunks(AnswerForm):
         return {"prompt_token_ids": fields.pop("prompt_token_ids")} if is_beside else {}
 
     def end(self) -> bytes:
-        if not self._with_usage:
+        if not self.head.with_usage:
             return DONE
         return sse(self._common | {"choices": [], "usage": self.usage.chat()}) + DONE
 

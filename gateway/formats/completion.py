@@ -8,15 +8,14 @@ from typing import Any
 from gateway.formats.chunks import Chunks, FoldedChoice
 from gateway.formats.form import Events
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs
-from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk
 
 
 class CompletionChunks(Chunks):
     before = '"text": '
 
-    def __init__(self, head: AnswerHead, echoes: Sequence[str], usage: UsageSum, with_usage: bool = False) -> None:
-        super().__init__(("text_completion", "text_completion"), head, len(echoes), usage, with_usage)
+    def __init__(self, head: AnswerHead, echoes: Sequence[str]) -> None:
+        super().__init__(("text_completion", "text_completion"), head, len(echoes))
         self._echoes = list(echoes)
         self._logprobs = [CompletionLogprobs(len(echo)) for echo in echoes]
 

@@ -15,7 +15,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity, and no NaN: `max` takes its first
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The fields that every part of one answer repeats."""
+    """What every part of one answer repeats, and what the client wants of it."""
 
     id: str
     model: str
@@ -24,6 +24,9 @@ class AnswerHead:
     stop_strings: tuple[str, ...]
     names_tool: bool = False  # `tool_choice` names the tool that is called
     with_token_ids: bool = False
+    num_choices: int = 1  # of each prompt
+    with_usage: bool = False  # a stream ends with the token counts
+    with_receipt: bool = False
 
     def finish_reason(self, finished: Finished) -> str:
         """ "tool_calls" if the model chose to call a tool, and its call is complete. A reason that only a later router

@@ -104,8 +104,8 @@ def _call_item(item_id: str, call_id: str, name: str) -> dict[str, Any]:
 class ResponseEvents(AnswerForm):
     """Each event has a number."""
 
-    def __init__(self, head: AnswerHead, echoed: Mapping[str, EncodedValue], usage: UsageSum) -> None:
-        self._head, self._echoed, self._usage = head, echoed, usage
+    def __init__(self, head: AnswerHead, echoed: Mapping[str, EncodedValue]) -> None:
+        self._head, self._echoed, self._usage = head, echoed, UsageSum(head.num_choices, head.with_receipt)
         self._items = ResponseItems(head.id)
         self._status, self._cut_reason = "in_progress", ""
         self._number = 0

@@ -12,7 +12,7 @@ class UsageSum:
     """Collects the last message of each choice. `num_choices`: of each prompt."""
 
     def __init__(self, num_choices: int, with_receipt: bool) -> None:
-        self.num_choices = num_choices
+        self._num_choices = num_choices
         self._with_receipt = with_receipt
         self._finished: dict[int, Finished] = {}
 
@@ -24,7 +24,7 @@ class UsageSum:
 
         A choice that a guardrail ends is cancelled, and a cancelled choice has no counts.
         """
-        of_prompts = {choice // self.num_choices: end.usage for choice, end in sorted(self._finished.items())[::-1]}
+        of_prompts = {choice // self._num_choices: end.usage for choice, end in sorted(self._finished.items())[::-1]}
         return (
             sum(usage.prompt_tokens for usage in of_prompts.values()),
             sum(end.usage.completion_tokens for end in self._finished.values()),

@@ -1,8 +1,8 @@
 """Answers that end with their connection: a client that goes away cancels its work, and with it every call.
 
-`while_connected` runs work beside a watch of the connection. `EventWriter` is the sink of a streamed answer: it makes
-the bytes of an event, and writes them to the transport of the connection in the same call. Only the head and the end of
-the answer pass through the ASGI application.
+`while_connected` runs work beside a watch of the connection. `EventStream` is a streamed answer: it makes the bytes of
+an event, and writes them to the transport of the connection in the same call. Only the head and the end of the answer
+pass through the ASGI application.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -61,17 +61,42 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
             task.uncancel()
 
 
-class EventWriter:
-    """The sink of a streamed answer. Events are held until `attach` gives the connection: those of one part, because
-    the head and these events wait for a client that does not read."""
+class EventStream(Response):
+    """A streamed answer, and the sink of its parts. Events are held until the head is written: those of one part,
+    because the head and these events wait for a client that does not read.
 
-    def __init__(self, form: AnswerForm) -> None:
-        self._form = form
-        self._connection: BoundedHttpProtocol | None = None
+    `count` takes the mean seconds that a part took here.
+    """
+
+    def __init__(
+        self, form: AnswerForm, headers: dict[str, str], count: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self._form, self._count = form, count
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [*HEADERS, *((key.encode(), value.encode()) for key, value in headers.items())]
+        self._connection: BoundedHttpProtocol | None = None  # None: the head is not written
         self._held: list[bytes] = []
         self._waiting: list[Callable[[], None]] = []  # for the connection
         self._seconds, self._num_parts = 0.0, 0
-        self.has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._generating: asyncio.Task[None]  # from `begin` on
+
+    async def begin(self, generating: Coroutine[Any, Any, None], receive: Receive) -> None:
+        """Run `generating`, which fills this sink, and return with its first part: a refusal before it has its own
+        status. Raises the error of `generating`, and `ClientGone`."""
+        self._generating = asyncio.create_task(generating)
+        self._generating.add_done_callback(_note_end)
+        try:
+            begun = asyncio.wait((self._generating, self._has_begun), return_when=asyncio.FIRST_COMPLETED)
+            await while_connected(receive, begun)
+            if not self._has_begun.done():
+                await self._generating  # raises its error
+        except BaseException:
+            self._generating.cancel()
+            raise
+
+    # ---- the sink
 
     def chunk(self, chunk: Chunk) -> None:
         self._write(time.perf_counter(), self._form.chunk(chunk))
@@ -88,8 +113,8 @@ class EventWriter:
                 self._connection.write_chunk(text)
         else:
             self._held.append(text)
-            if not self.has_begun.done():
-                self.has_begun.set_result(None)
+            if not self._has_begun.done():
+                self._has_begun.set_result(None)
         self._seconds += time.perf_counter() - start
         self._num_parts += 1
 
@@ -103,48 +128,10 @@ class EventWriter:
         else:
             self._connection.when_room(callback)
 
-    def attach(self, connection: BoundedHttpProtocol) -> None:
-        """Write to `connection` from now on. The head of the answer must be written."""
-        self._connection = connection
-        waiting, self._waiting = self._waiting, []
-        for callback in waiting:
-            callback()
-
-    def take_held(self) -> bytes:
-        held, self._held = b"".join(self._held), []
-        return held
-
-    def end(self) -> bytes:
-        return self._form.end()
-
-    def fail(self, error: Exception) -> bytes:
-        return self._form.fail(error)
-
-    @property
-    def seconds_per_part(self) -> float:
-        """Mean time to make and to write the events of one part."""
-        return self._seconds / max(1, self._num_parts)
-
-
-class EventStream(Response):
-    """The answer of `writer`, which `generating` fills. Cancels `generating` if the client goes away.
-
-    `count` takes the mean seconds that a part took in the writer.
-    """
-
-    def __init__(
-        self,
-        writer: EventWriter,
-        generating: asyncio.Task[None],
-        headers: dict[str, str],
-        count: Callable[[float], None] = lambda _: None,
-    ) -> None:
-        self._writer, self._generating, self._count = writer, generating, count
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = [*HEADERS, *((key.encode(), value.encode()) for key, value in headers.items())]
+    # ---- the response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Cancels the call if the client goes away."""
         try:
             await while_connected(receive, self._stream(scope, send))
         except (ClientGone, OSError):  # servers raise OSError where the connection is gone
@@ -153,25 +140,33 @@ class EventStream(Response):
             await self._cut_off(send)
         finally:
             self._generating.cancel()
-            self._count(self._writer.seconds_per_part)
+            self._count(self._seconds / max(1, self._num_parts))
 
     async def _cut_off(self, send: Send) -> None:
-        text = self._writer.fail(server_stops())
+        text = self._form.fail(server_stops())
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": text, "more_body": False})
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        writer = self._writer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while text := writer.take_held():
+        while text := b"".join(self._held):
+            self._held.clear()
             await send({"type": "http.response.body", "body": text, "more_body": True})
-        writer.attach(scope["extensions"][CONNECTION])
+        self._connection = scope["extensions"][CONNECTION]
+        for callback in self._waiting:
+            callback()
         try:
             await self._generating
-            text = writer.end()
+            text = self._form.end()
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001  the status is sent; the error is an event
-            text = writer.fail(error)
+            text = self._form.fail(error)
         await send({"type": "http.response.body", "body": text, "more_body": False})
+
+
+def _note_end(generating: asyncio.Task[None]) -> None:
+    """Without a look at its error, asyncio logs a call that failed after its client had gone."""
+    if not generating.cancelled():
+        generating.exception()

@@ -18,8 +18,9 @@ from core.config import GatewayConfig
 from gateway.errors import ApiError, ClientGone, api_error, server_stops
 from gateway.http.body import BodyReader
 from gateway.http.http_protocol import READ_BY_THE_MIDDLEWARE
-from gateway.http.tracing import TracedRequest, Tracer, current
+from gateway.http.tracing import TracedRequest, current
 from gateway.metrics import GatewayMetrics
+from runtime.tracing.telemetry import Telemetry
 
 MAX_OPEN_REQUESTS = 4096  # open HTTP requests of a process; beyond: status 503
 LINGER_S = 2.0
@@ -33,10 +34,10 @@ class HttpMiddleware:
         config: GatewayConfig,
         authorize: Callable[[Scope], Awaitable[None]],
         metrics: GatewayMetrics,
-        tracer: Tracer,
+        telemetry: Telemetry,
     ) -> None:
         """`authorize` raises `TandemError` for a head whose API key opens no call."""
-        self._app, self._authorize, self._metrics, self._tracer = app, authorize, metrics, tracer
+        self._app, self._authorize, self._metrics, self._telemetry = app, authorize, metrics, telemetry
         self._bodies = BodyReader(config.max_body_bytes)
         self._num_open = 0
 
@@ -44,7 +45,7 @@ class HttpMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        traced = self._tracer.begin(scope) if scope["method"] == "POST" else None
+        traced = TracedRequest(self._telemetry, scope) if scope["method"] == "POST" else None
         exchange = Exchange(receive, send, self._metrics, traced)
         scope.setdefault("state", {})["arrived_at"] = exchange.arrived_at
         if traced is not None:
@@ -58,7 +59,7 @@ class HttpMiddleware:
             current.reset(token)
             exchange.end(scope)
             if traced is not None:
-                self._tracer.end(traced, scope, exchange.status, exchange.is_complete, exchange.started_at)
+                traced.end(exchange.status, exchange.is_complete)
 
     async def _serve(self, scope: Scope, exchange: Exchange) -> None:
         try:
@@ -93,7 +94,7 @@ class Exchange:
 
     def __init__(self, receive: Receive, send: Send, metrics: GatewayMetrics, traced: TracedRequest | None) -> None:
         self.receive_raw, self._send, self._metrics, self._traced = receive, send, metrics, traced
-        self.arrived_at, self.started_at = time.perf_counter(), time.monotonic()
+        self.arrived_at = time.perf_counter()
         self.body: bytes | None = None
         self.has_unread_body = False
         self.status = 0

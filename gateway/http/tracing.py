@@ -14,14 +14,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from starlette.types import Scope
 
 from core.errors import shortened
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.telemetry import AttributeValue, SpanRecord, Telemetry
-from runtime.tracing.trace_context import TraceContext
 
 SERVICE = "tandem-gateway"
 TRACE_ID_HEADER, RESPONSE_HEADER, REQUEST_ID_HEADER = b"x-tandem-trace-id", b"traceresponse", b"x-request-id"
@@ -31,12 +29,19 @@ FAILED = 400  # this HTTP status and higher ones
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
-@dataclass(slots=True)
 class TracedRequest:
-    trace: TraceContext
-    request_id: bytes  # of the answer
-    error_code: str = ""
-    error: str = ""
+    """The span of one request."""
+
+    def __init__(self, telemetry: Telemetry, scope: Scope) -> None:
+        self._telemetry, self._scope, self._started_at = telemetry, scope, time.monotonic()
+        headers = dict(scope["headers"])
+        given = headers.get(REQUEST_ID_HEADER, b"")
+        self.trace = telemetry.start_trace(
+            {name.decode(): headers.get(name, b"").decode("latin-1") for name in REPLACED}
+        )
+        # The id of the answer.
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}".encode()
+        self.error_code = self.error = ""
 
     def headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The headers of the request, with the trace context of this span."""
@@ -57,6 +62,28 @@ class TracedRequest:
             self.request_id = named
         return added
 
+    def end(self, status: int, is_complete: bool) -> None:
+        """`status`: 0 if the answer never began."""
+        now, error = time.monotonic(), self.error
+        if not error and status >= FAILED:
+            error = f"HTTP status {status}"
+        if not error and not is_complete:
+            self.error_code, error = "cancelled", "the client closed the connection"
+        attributes: dict[str, AttributeValue] = {
+            Attribute.SPAN_KIND: "CHAIN",
+            Attribute.HTTP_METHOD: self._scope["method"],
+            Attribute.URL_PATH: shortened(self._scope["path"], MAX_PATH_CHARS),
+            Attribute.RESPONSE_ID: self.request_id.decode("latin-1"),
+        }
+        if status:
+            attributes[Attribute.HTTP_STATUS] = status
+        if error:
+            attributes[Attribute.ERROR_TYPE] = self.error_code or str(status)
+        if self._telemetry.keeps(self.trace, now - self._started_at, bool(error)):
+            times = (self._started_at, now)
+            record = SpanRecord(SpanName.GATEWAY, SERVICE, self._telemetry.process, *times, attributes, error)
+            self._telemetry.export(self.trace, [record])
+
 
 current: ContextVar[TracedRequest | None] = ContextVar("traced request", default=None)
 
@@ -66,40 +93,3 @@ def note_error(code: str, message: str) -> None:
     request = current.get()
     if request is not None and not request.error:
         request.error_code, request.error = code, message
-
-
-class Tracer:
-    """Begins and ends the spans of HTTP requests."""
-
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
-
-    def begin(self, scope: Scope) -> TracedRequest:
-        headers = dict(scope["headers"])
-        given = headers.get(REQUEST_ID_HEADER, b"")
-        return TracedRequest(
-            self._telemetry.start_trace({name.decode(): headers.get(name, b"").decode("latin-1") for name in REPLACED}),
-            given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}".encode(),
-        )
-
-    def end(self, request: TracedRequest, scope: Scope, status: int, is_complete: bool, started_at: float) -> None:
-        """`started_at` is on the monotonic clock."""
-        now, error = time.monotonic(), request.error
-        if not error and status >= FAILED:
-            error = f"HTTP status {status}"
-        if not error and not is_complete:
-            request.error_code, error = "cancelled", "the client closed the connection"
-        attributes: dict[str, AttributeValue] = {
-            Attribute.SPAN_KIND: "CHAIN",
-            Attribute.HTTP_METHOD: scope["method"],
-            Attribute.URL_PATH: shortened(scope["path"], MAX_PATH_CHARS),
-            Attribute.RESPONSE_ID: request.request_id.decode("latin-1"),
-        }
-        if status:
-            attributes[Attribute.HTTP_STATUS] = status
-        if error:
-            attributes[Attribute.ERROR_TYPE] = request.error_code or str(status)
-        if self._telemetry.keeps(request.trace, now - started_at, bool(error)):
-            times = (started_at, now)
-            record = SpanRecord(SpanName.GATEWAY, SERVICE, self._telemetry.process, *times, attributes, error)
-            self._telemetry.export(request.trace, [record])

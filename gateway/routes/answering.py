@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,18 +18,25 @@ from gateway.fleets import ServedModel
 from gateway.formats.encoded import json_pieces
 from gateway.formats.form import AnswerForm
 from gateway.formats.outputs import AnswerHead
-from gateway.formats.usage import UsageSum
 from gateway.guardrails import Guardrail, Message
-from gateway.http.connection import EventStream, EventWriter, while_connected
+from gateway.http.connection import EventStream, while_connected
 from gateway.metrics import GatewayMetrics
 from gateway.router_calls import Chunk, Sink
 from gateway.routes.calls import CallContext, warning_headers
 from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
-from gateway.schemas.sampling import SamplingFields
+from gateway.schemas.sampling import StreamOptions
 from runtime.rpc.api_keys import FOLLOWING
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 SEND_BYTES = 64 * 1024
+
+
+class Given(NamedTuple):
+    """A body as the router takes it, but for the name of the model and the id."""
+
+    wire: GenerateRequest
+    num_chars: int  # of all messages or prompts; a token id counts as one
+    warnings: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +52,20 @@ class Call:
     context: CallContext
     names: Mapping[str, str]  # of fields, for `named`
 
-    def head(self) -> AnswerHead:
-        first, eos_token_ids = self.requests[0], frozenset(self.model.info.eos_token_ids)
-        stop_strings, names_tool = tuple(first.stop.stop_strings), bool(first.chat.tool_choice.name)
+    def head(self, options: StreamOptions | None = None) -> AnswerHead:
+        first, with_receipt = self.requests[0], self.context.wants_receipt or bool(options and options.include_receipt)
         return AnswerHead(
-            self.id, self.model.name, int(time.time()), eos_token_ids, stop_strings, names_tool,
-            first.return_prompt_token_ids,
-        )  # fmt: skip
+            self.id,
+            self.model.name,
+            int(time.time()),
+            frozenset(self.model.info.eos_token_ids),
+            tuple(first.stop.stop_strings),
+            names_tool=bool(first.chat.tool_choice.name),
+            with_token_ids=first.return_prompt_token_ids,
+            num_choices=first.n,
+            with_usage=with_receipt or bool(options and options.include_usage),
+            with_receipt=with_receipt,
+        )
 
     def generate(self, sink: AnswerSink) -> Coroutine[Any, Any, None]:
         """Generates into `sink`. Raises the error of the first call that fails; the others are then cancelled.
@@ -60,7 +74,7 @@ class Call:
         """
         if self.guardrail is None:
             return self._generate(sink)
-        checked = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
+        checked = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n)
         return checked.check_all(self._generate(checked))
 
     async def _generate(self, sink: Sink) -> None:
@@ -73,7 +87,7 @@ class Call:
             for number, request in enumerate(self.requests, 1):
                 call = self._generate_one(request, Renumbered(sink, first_choice), len(self.requests) - number)
                 calls.append(asyncio.create_task(call))
-                first_choice += request.n or 1
+                first_choice += request.n
                 await asyncio.sleep(0)  # the call begins, in 1 to 4 ms of the loop
                 if calls[-1].done() and calls[-1].exception() is not None:
                     break
@@ -106,13 +120,6 @@ async def _cancel_in_turns(tasks: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def usage_of(body: SamplingFields, call: Call) -> tuple[UsageSum, bool]:
-    """What counts the tokens of the answer, and whether a stream ends with the counts."""
-    options = body.stream_options
-    wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
-    return UsageSum(body.num_choices, wants_receipt), wants_receipt or bool(options and options.include_usage)
-
-
 class AnswerCollector:
     """The sink of an answer that is one object."""
 
@@ -135,27 +142,11 @@ class AnswerCollector:
 
 
 async def answer_stream(request: Request, call: Call, form: AnswerForm) -> Response:
-    """The stream begins with the first token, so that a refusal before it has its own status."""
     _count_time_before(request)
-    writer = EventWriter(form)
-    generating = asyncio.create_task(call.generate(writer))
-    generating.add_done_callback(_note_end)
-    try:
-        begun = asyncio.wait((generating, writer.has_begun), return_when=asyncio.FIRST_COMPLETED)
-        await while_connected(request.receive, begun)
-        if not writer.has_begun.done():
-            await generating  # raises its error
-    except BaseException:
-        generating.cancel()
-        raise
     metrics: GatewayMetrics = request.app.state.metrics
-    return EventStream(writer, generating, call.headers(), metrics.added_per_message.observe)
-
-
-def _note_end(generating: asyncio.Task[None]) -> None:
-    """Without a look at its error, asyncio logs a call that failed after its client had gone."""
-    if not generating.cancelled():
-        generating.exception()
+    stream = EventStream(form, call.headers(), metrics.added_per_message.observe)
+    await stream.begin(call.generate(stream), request.receive)
+    return stream
 
 
 async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,62 +14,47 @@ from gateway.formats.completion import CompletionChunks
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import while_connected
 from gateway.prompt_guardrail import check_text, refuse_tokens
-from gateway.routes.answering import Call, answer_object, answer_stream, usage_of
+from gateway.routes.answering import Call, Given, answer_object, answer_stream
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
 from gateway.schemas.output_format import format_field, output_format_of
-from gateway.schemas.sampling import (
-    check_answer_size,
-    check_echo,
-    check_num_token_ids,
-    common_request,
-    stream_warnings,
-)
-from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, OutputFormat, TokenIds
+from gateway.schemas.sampling import check_answer, check_echo, common_request, stream_warnings
+from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenIds
 
 MAX_COMMON_BYTES = 64 * 1024  # of a request without its prompt
 
 
 async def completions(request: Request) -> Response:
-    body, given = await read_body(request, CompletionBody, _given)
-    call, echoes = await while_connected(request.receive, _prepare(request, body, given))
+    body, (given, prompts) = await read_body(request, CompletionBody, _given)
+    call, echoes = await while_connected(request.receive, _prepare(request, body, given, prompts))
     opening = [echo for echo in echoes for _ in range(body.num_choices)]
-    form = CompletionChunks(call.head(), opening, *usage_of(body, call))
+    form = CompletionChunks(call.head(body.stream_options), opening)
     return await (answer_stream if body.stream else answer_object)(request, call, form)
 
 
-class GivenPrompts(NamedTuple):
-    """The parts of a body that grow with its size."""
-
-    prompts: list[str | TokenIds]  # a text, or token ids
-    output_format: OutputFormat | None
-    num_chars: int  # of all prompts; a token id counts as one
-    warnings: list[str]
-
-
-def _given(body: CompletionBody) -> GivenPrompts:
-    """Call it in a thread. Raises `ApiError`."""
+def _given(body: CompletionBody) -> tuple[Given, list[str | TokenIds]]:
+    """The request, and its prompts. Call it in a thread. Raises `ApiError`."""
     warnings = check_extra(body.model_extra, COMPLETION) + stream_warnings(body)
     check_completion(body)
     output_format, format_warnings = output_format_of(body)
     prompts: list[Prompt] = body.prompt
     wires = [prompt if isinstance(prompt, str) else TokenIds(ids=prompt) for prompt in prompts]
-    return GivenPrompts(wires, output_format, sum(map(len, prompts)), warnings + format_warnings)
-
-
-async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) -> tuple[Call, list[str]]:
-    """The call, and the text that precedes the choices of each prompt. Raises an error that names the field."""
-    context, prompts = call_context(request), given.prompts
-    guardrail: Guardrail | None = request.app.state.guardrail
-    refuse_tokens(guardrail, body.logprobs, bool(body.return_token_ids))
-    model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    common = common_request(body, max_tokens, output_format, body.logprobs)
+    return Given(common, sum(map(len, prompts)), warnings + format_warnings), wires
+
+
+async def _prepare(
+    request: Request, body: CompletionBody, given: Given, prompts: list[str | TokenIds]
+) -> tuple[Call, list[str]]:
+    """The call, and the text that precedes the choices of each prompt. Raises an error that names the field."""
+    context, common = call_context(request), given.wire
+    guardrail: Guardrail | None = request.app.state.guardrail
+    refuse_tokens(guardrail, common)
+    model = fleets_of(request).resolve(body.model, given.num_chars, context.tag)
     if not body.stream:
-        longest, num_choices = min(max_tokens, model.info.context_length), len(prompts) * body.num_choices
-        check_answer_size("logprobs", num_choices, longest, body.logprobs)
-        if body.return_token_ids:
-            check_num_token_ids(num_choices, longest)
+        check_answer(common, len(prompts), model.info.context_length, "logprobs")
     texts = [""] * len(prompts)
     if body.echo or guardrail is not None:
         texts = []
@@ -80,17 +64,11 @@ async def _prepare(request: Request, body: CompletionBody, given: GivenPrompts) 
                 check_echo(body.num_choices, sum(map(len, texts)))
     if guardrail is not None:
         texts, prompts = await _check(guardrail, texts, prompts)
-    call_id = request_id_of("cmpl-", body.request_id, context)
-    common = common_request(body, max_tokens, model.routed_name, call_id)
-    common.n = body.num_choices
-    if given.output_format is not None:
-        common.output_format.CopyFrom(given.output_format)
-    if body.logprobs is not None:
-        common.logprobs = body.logprobs
+    common.model, common.request_id = model.routed_name, request_id_of("cmpl-", body.request_id, context)
     wires = _requests(common, prompts)
     seen = [[Message("", text)] for text in texts]
     names = {"output_format": format_field(body)}
-    call = Call(call_id, model, wires, seen, guardrail, given.warnings, context, names)
+    call = Call(common.request_id, model, wires, seen, guardrail, given.warnings, context, names)
     return call, texts if body.echo else [""] * len(texts)
 
 

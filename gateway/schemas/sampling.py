@@ -23,7 +23,7 @@ from gateway.errors import refused
 from gateway.schemas.base import ModelName, Schema, items
 from gateway.schemas.fields import check_extra
 from gateway.schemas.output_format import FormatFields
-from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
+from tandem_client.stubs.inference_pb2 import GenerateRequest, OutputFormat, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1
 MAX_ANSWER_LOGPROBS = 2**20  # log-probabilities of an answer in one piece, 80 MB of JSON; beyond: status 400
@@ -109,39 +109,48 @@ def sampling_of(body: GenerationFields) -> SamplingParams:
 
 def stop_of(body: GenerationFields, max_tokens: int | None) -> StopConditions:
     stop = getattr(body, "stop", None)
-    conditions = StopConditions(
+    return StopConditions(
         stop_strings=[stop] if isinstance(stop, str) else stop or (),
         stop_token_ids=body.stop_token_ids or (),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=body.min_tokens or 0,
+        max_tokens=max_tokens,
     )
-    if max_tokens is not None:
-        conditions.max_tokens = max_tokens
-    return conditions
 
 
-def common_request(body: GenerationFields, max_tokens: int | None, model: str, request_id: str) -> GenerateRequest:
-    """The gRPC request without its prompt."""
-    request = GenerateRequest(
-        model=model,
+def common_request(
+    body: GenerationFields, max_tokens: int | None, output_format: OutputFormat | None, num_logprobs: int | None = None
+) -> GenerateRequest:
+    """The gRPC request without its prompt, its model and its id."""
+    return GenerateRequest(
         sampling=sampling_of(body),
         stop=stop_of(body, max_tokens),
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
-        request_id=request_id,
         user=body.user or "",
+        n=getattr(body, "n", None) or 1,
+        output_format=output_format,
+        logprobs=num_logprobs,
+        speculation=body.speculation,
         return_prompt_token_ids=bool(getattr(body, "return_token_ids", None)),
     )
-    if body.speculation is not None:
-        request.speculation = body.speculation
-    return request
 
 
-def check_num_token_ids(num_choices: int, max_tokens: int) -> None:
-    """Raises `ApiError` for more token ids than an answer in one piece may have."""
-    count = num_choices * max_tokens
-    if count > MAX_ANSWER_TOKEN_IDS:
-        message = f"an answer without stream has at most {MAX_ANSWER_TOKEN_IDS} ids; choices x max_tokens is {count}"
+def check_answer(wire: GenerateRequest, num_prompts: int, context_length: int, field: str) -> None:
+    """Raises `ApiError` for more log-probabilities, which `field` asks for, or more token ids than an answer in one
+    piece may have."""
+    num_tokens = num_prompts * wire.n * min(wire.stop.max_tokens or context_length, context_length)
+    num_logprobs = num_tokens * (wire.logprobs + 1)
+    if wire.HasField("logprobs") and num_logprobs > MAX_ANSWER_LOGPROBS:
+        message = (
+            f"an answer without stream has at most {MAX_ANSWER_LOGPROBS} log-probabilities; choices x max_tokens x "
+            f"({field} + 1) is {num_logprobs}: set a lower max_tokens, or stream"
+        )
+        raise refused(field, message)
+    if wire.return_prompt_token_ids and num_tokens > MAX_ANSWER_TOKEN_IDS:
+        message = (
+            f"an answer without stream has at most {MAX_ANSWER_TOKEN_IDS} ids; choices x max_tokens is {num_tokens}"
+        )
         raise refused("return_token_ids", f"{message}: set a lower max_tokens, or stream")
 
 
@@ -151,19 +160,6 @@ def check_echo(num_choices: int, num_chars: int) -> None:
     if count > MAX_ECHO_CHARS:
         message = f"an answer repeats at most {MAX_ECHO_CHARS} characters; n x those of the prompts is {count}"
         raise refused("echo", message)
-
-
-def check_answer_size(field: str, num_choices: int, max_tokens: int, num_logprobs: int | None) -> None:
-    """Raises `ApiError` for more log-probabilities than an answer in one piece may have. `field` asks for them."""
-    if num_logprobs is None:
-        return
-    count = num_choices * max_tokens * (num_logprobs + 1)
-    if count > MAX_ANSWER_LOGPROBS:
-        message = (
-            f"an answer without stream has at most {MAX_ANSWER_LOGPROBS} log-probabilities; choices x max_tokens x "
-            f"({field} + 1) is {count}: set a lower max_tokens, or stream"
-        )
-        raise refused(field, message)
 
 
 def stream_warnings(body: SamplingFields) -> list[str]:

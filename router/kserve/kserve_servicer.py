@@ -26,7 +26,7 @@ from router.kserve.kserve_tensors import (
 from router.serving.call_writer import Context, StreamWriter
 from router.serving.inference_servicer import InferenceServicer
 from router.shell import RouterShell
-from runtime.rpc.grpc_server import abort
+from runtime.rpc.grpc_server import aborts
 from tandem_client.stubs import inference_pb2
 from text.tokenizer import ModelTokenizer
 
@@ -43,16 +43,14 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     # ---- generation
 
+    @aborts
     async def ModelInfer(
         self, request: kserve_pb2.ModelInferRequest, context: Context
     ) -> kserve_pb2.ModelInferResponse:
-        try:
-            wanted = self._decode(request)
-            if wanted.stream:
-                raise InvalidRequest("parameters.stream", "must be false in ModelInfer; ModelStreamInfer streams")
-            return await self._infer(wanted, _OneCall(context, _nothing, in_stream=False))
-        except TandemError as error:
-            await abort(context, error)
+        wanted = self._decode(request)
+        if wanted.stream:
+            raise InvalidRequest("parameters.stream", "must be false in ModelInfer; ModelStreamInfer streams")
+        return await self._infer(wanted, _OneCall(context, _nothing, in_stream=False))
 
     async def ModelStreamInfer(self, requests: Any, context: Context) -> None:
         """The error of a request goes into its response, and the stream goes on, as clients of the protocol expect."""
@@ -135,13 +133,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> kserve_pb2.ServerMetadataResponse:
         return kserve_pb2.ServerMetadataResponse(name="tandem", version=_version())
 
+    @aborts
     async def ModelMetadata(
-        self, request: kserve_pb2.ModelMetadataRequest, context: Context
+        self, request: kserve_pb2.ModelMetadataRequest, _: Context
     ) -> kserve_pb2.ModelMetadataResponse:
-        try:
-            check_model(request.name, request.version, self._model)
-        except TandemError as error:
-            await abort(context, error)
+        check_model(request.name, request.version, self._model)
         tensor = kserve_pb2.ModelMetadataResponse.TensorMetadata
         return kserve_pb2.ModelMetadataResponse(
             name=request.name,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from typing import assert_never
 
 import grpc
 import grpc.aio
@@ -32,7 +33,7 @@ from protos import codec, report_codec
 from protos.handoff_codec import encode_transfer_id
 from router.links.token_stream import TokenStreamReader
 from router.requests import events
-from router.requests.events import RouterEvent
+from router.requests.events import RouterEvent, WorkerCall
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.rpc.security import Credentials
 from runtime.tracing.span_names import SpanName
@@ -224,23 +225,26 @@ class WorkerLink:
         if self._updating_peers is None:
             self._updating_peers = asyncio.create_task(self._call_update_peers())
 
-    def start_prefill(self, action: events.StartPrefill) -> None:
-        self._start(action.dispatch_id, self._call_prefill(action))
-
-    def start_decode(self, action: events.StartDecode) -> None:
-        self._start(action.dispatch_id, self._call_decode(action))
-
-    def hand_over(self, action: events.HandOver) -> None:
-        self._call_shortly(self._call_hand_over(action), f"{action.dispatch_id} hand-over")
-
-    def move(self, action: events.StartMove | events.ResumeSequence) -> None:
-        self._call_shortly(self._call_move(action), f"{action.dispatch_id} move")
-
-    def offer_prefix(self, action: events.OfferPrefix) -> None:
-        self._call_shortly(self._call_offer_prefix(action), f"{action.dispatch_id} prefix")
-
-    def withdraw(self, action: events.WithdrawOffer) -> None:
-        self._call_shortly(self._call_withdraw(action), f"{action.dispatch_id} withdraw")
+    def perform(self, action: WorkerCall) -> None:
+        """Make the call in the background. `cancel` ends Prefill and Decode calls."""
+        match action:
+            case events.StartPrefill():
+                self._start(action.dispatch_id, self._call_prefill(action))
+                return
+            case events.StartDecode():
+                self._start(action.dispatch_id, self._call_decode(action))
+                return
+            case events.HandOver():
+                call = self._call_hand_over(action)
+            case events.StartMove() | events.ResumeSequence():
+                call = self._call_move(action)
+            case events.OfferPrefix():
+                call = self._call_offer_prefix(action)
+            case events.WithdrawOffer():
+                call = self._call_withdraw(action)
+            case _:
+                assert_never(action)
+        self._call_shortly(call, f"{action.dispatch_id} {type(action).__name__}")
 
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)

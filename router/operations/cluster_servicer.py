@@ -18,7 +18,7 @@ from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission
 from router.shell import RouterShell
 from runtime.prometheus.metrics_page import SharedPage
-from runtime.rpc.grpc_server import CallContext, abort, remaining_s
+from runtime.rpc.grpc_server import CallContext, aborts, remaining_s
 from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
 from text.tokenizer import ModelTokenizer
@@ -51,13 +51,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._metrics_page = SharedPage(lambda: shell.metrics.text())
         self.routers: list[FleetRouter] = []
 
-    async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: CallContext) -> cluster_pb2.GetFleetResponse:
+    @aborts
+    async def GetFleet(self, _: cluster_pb2.GetFleetRequest, __: CallContext) -> cluster_pb2.GetFleetResponse:
         status = FleetStatus({}, ())
-        try:
-            if self._control is not None:
-                status = await self._control.status()
-        except TandemError as error:
-            await abort(context, error)
+        if self._control is not None:
+            status = await self._control.status()
         wanted = status.wanted
         links = sorted(self._shell.links.values(), key=lambda link: link.endpoint.service_id)
         return cluster_pb2.GetFleetResponse(
@@ -107,25 +105,23 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             protocol_version=0 if record is None else record.agent.protocol_version,
         )
 
+    @aborts
     async def Explain(
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> cluster_pb2.ExplainResponse:
         view = self._shell.view
-        try:
-            owner = self._tenants.claim(request, context)
-            timeout_s = remaining_s(context, self._shell.config.default_timeout_s)
-            deadline = self._shell.now() + timeout_s
-            generation = await self._validation_pool.run(
-                owner, timeout_s,
-                validation.work_of(request, self._grammars), validation.prepare,
-                request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.decode_limits,
-                self._grammars, lambda: self._shell.now() >= deadline,
-            )  # fmt: skip
-            found = view.find_candidates(generation.choices[0], self._shell.now())
-            if not found:
-                raise WorkerUnavailable("no worker can take the request now; it would wait in the router's queue")
-        except TandemError as error:
-            await abort(context, error)
+        owner = self._tenants.claim(request, context)
+        timeout_s = remaining_s(context, self._shell.config.default_timeout_s)
+        deadline = self._shell.now() + timeout_s
+        generation = await self._validation_pool.run(
+            owner, timeout_s,
+            validation.work_of(request, self._grammars), validation.prepare,
+            request, self._tokenizer, self._shell.config, "explain", lambda: 0, view.decode_limits,
+            self._grammars, lambda: self._shell.now() >= deadline,
+        )  # fmt: skip
+        found = view.find_candidates(generation.choices[0], self._shell.now())
+        if not found:
+            raise WorkerUnavailable("no worker can take the request now; it would wait in the router's queue")
         chosen = found[0]
         return cluster_pb2.ExplainResponse(
             prompt_tokens=generation.choices[0].num_prompt_tokens,
@@ -134,52 +130,42 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             reason=reason_for(chosen, view.can_prefill),
         )
 
-    async def Scale(self, request: cluster_pb2.ScaleRequest, context: CallContext) -> cluster_pb2.ScaleResponse:
-        try:
-            control = self._supervisor()
-            sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
-            if not sizes and not request.auto:
-                raise InvalidRequest("prefill", "prefill, decode, routers or auto must be set, none is")
-            wanted = await control.scale(sizes, request.auto)
-        except TandemError as error:
-            await abort(context, error)
+    @aborts
+    async def Scale(self, request: cluster_pb2.ScaleRequest, _: CallContext) -> cluster_pb2.ScaleResponse:
+        control = self._supervisor()
+        sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
+        if not sizes and not request.auto:
+            raise InvalidRequest("prefill", "prefill, decode, routers or auto must be set, none is")
+        wanted = await control.scale(sizes, request.auto)
         return cluster_pb2.ScaleResponse(
             wanted_prefill=wanted[ServiceRole.PREFILL],
             wanted_decode=wanted[ServiceRole.DECODE],
             wanted_routers=wanted[ServiceRole.ROUTER],
         )
 
+    @aborts
     async def SwitchRole(
-        self, request: cluster_pb2.SwitchRoleRequest, context: CallContext
+        self, request: cluster_pb2.SwitchRoleRequest, _: CallContext
     ) -> cluster_pb2.SwitchRoleResponse:
-        try:
-            wanted = await self._supervisor().switch_role(request.slot, decode_service_role(request.role))
-        except TandemError as error:
-            await abort(context, error)
+        wanted = await self._supervisor().switch_role(request.slot, decode_service_role(request.role))
         return cluster_pb2.SwitchRoleResponse(
             wanted_prefill=wanted[ServiceRole.PREFILL], wanted_decode=wanted[ServiceRole.DECODE]
         )
 
-    async def GetConfig(self, _: cluster_pb2.GetConfigRequest, context: CallContext) -> cluster_pb2.GetConfigResponse:
-        try:
-            config = await self._supervisor().config()
-        except TandemError as error:
-            await abort(context, error)
+    @aborts
+    async def GetConfig(self, _: cluster_pb2.GetConfigRequest, __: CallContext) -> cluster_pb2.GetConfigResponse:
+        config = await self._supervisor().config()
         return cluster_pb2.GetConfigResponse(config=config.text, config_revision=config.revision)
 
-    async def Apply(self, request: cluster_pb2.ApplyRequest, context: CallContext) -> cluster_pb2.ApplyResponse:
-        try:
-            if request.stop and (request.config or request.options or request.restart or request.expected_revision):
-                raise InvalidRequest("stop", "no other field may be set with it")
-            control = self._supervisor()
-            if request.stop:
-                change = await control.stop_roll()
-            else:
-                change = await control.apply(
-                    request.config, request.options, request.restart, request.expected_revision
-                )
-        except TandemError as error:
-            await abort(context, error)
+    @aborts
+    async def Apply(self, request: cluster_pb2.ApplyRequest, _: CallContext) -> cluster_pb2.ApplyResponse:
+        if request.stop and (request.config or request.options or request.restart or request.expected_revision):
+            raise InvalidRequest("stop", "no other field may be set with it")
+        control = self._supervisor()
+        if request.stop:
+            change = await control.stop_roll()
+        else:
+            change = await control.apply(request.config, request.options, request.restart, request.expected_revision)
         return cluster_pb2.ApplyResponse(
             config_revision=change.revision, changes=change.changes, restarts=change.restarts
         )
@@ -189,17 +175,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             raise WorkerUnavailable("this router runs without a supervisor, which steers a fleet and keeps its events")
         return self._control
 
+    @aborts
     async def ListEvents(
-        self, request: cluster_pb2.ListEventsRequest, context: CallContext
+        self, request: cluster_pb2.ListEventsRequest, _: CallContext
     ) -> cluster_pb2.ListEventsResponse:
-        try:
-            if request.limit > MAX_EVENTS:
-                raise InvalidRequest("limit", f"must be in [0, {MAX_EVENTS}], is {request.limit}")
-            notes = await self._supervisor().notes(request.limit or DEFAULT_EVENTS, request.after)
-        except TandemError as error:
-            await abort(context, error)
+        if request.limit > MAX_EVENTS:
+            raise InvalidRequest("limit", f"must be in [0, {MAX_EVENTS}], is {request.limit}")
+        notes = await self._supervisor().notes(request.limit or DEFAULT_EVENTS, request.after)
         return cluster_pb2.ListEventsResponse(events=map(encode_note, notes))
 
+    @aborts
     async def GetLedger(
         self, request: cluster_pb2.GetLedgerRequest, context: CallContext
     ) -> cluster_pb2.GetLedgerResponse:
@@ -208,26 +193,22 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         asked = [links[name] for name in sorted(set(request.worker_ids) or links) if name in links]
         unknown = sorted(set(request.worker_ids) - links.keys())
         if unknown:
-            await abort(context, InvalidRequest("worker_ids", f"{unknown[0]} is not a worker of this router"))
+            raise InvalidRequest("worker_ids", f"{unknown[0]} is not a worker of this router")
         timeout_s = min(LEDGER_TIMEOUT_S, remaining_s(context, LEDGER_TIMEOUT_S))
         max_holders = max(MIN_HOLDERS, MAX_HOLDERS // max(1, len(asked)))
         return cluster_pb2.GetLedgerResponse(
             workers=await asyncio.gather(*(_ask_for_ledger(link, max_holders, timeout_s) for link in asked))
         )
 
+    @aborts
     async def ListRequests(
-        self, request: cluster_pb2.ListRequestsRequest, context: CallContext
+        self, request: cluster_pb2.ListRequestsRequest, _: CallContext
     ) -> cluster_pb2.ListRequestsResponse:
-        try:
-            return list_requests(self._shell.ring, request)
-        except TandemError as error:
-            await abort(context, error)
+        return list_requests(self._shell.ring, request)
 
-    async def GetTrace(self, request: cluster_pb2.GetTraceRequest, context: CallContext) -> cluster_pb2.Trace:
-        try:
-            return trace_of(self._shell.ring, request.id, self._shell.router_id)
-        except TandemError as error:
-            await abort(context, error)
+    @aborts
+    async def GetTrace(self, request: cluster_pb2.GetTraceRequest, _: CallContext) -> cluster_pb2.Trace:
+        return trace_of(self._shell.ring, request.id, self._shell.router_id)
 
     async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: CallContext) -> cluster_pb2.GetMetricsResponse:
         return cluster_pb2.GetMetricsResponse(text=await self._metrics_page.text())

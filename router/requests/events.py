@@ -408,17 +408,6 @@ class UpdatePeers:
     changes: tuple[PeerJoined | PeerLeft, ...]
 
 
-RouterAction = (
-    StartPrefill
-    | StartDecode
-    | OfferPrefix
-    | StartMove
-    | ResumeSequence
-    | HandOver
-    | WithdrawOffer
-    | CancelDispatch
-    | UpdatePeers
-    | Deliver
-    | Finish
-    | Fail
-)
+# A call to the worker `worker_id`.
+WorkerCall = StartPrefill | StartDecode | OfferPrefix | StartMove | ResumeSequence | HandOver | WithdrawOffer
+RouterAction = WorkerCall | CancelDispatch | UpdatePeers | Deliver | Finish | Fail

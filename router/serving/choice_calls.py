@@ -13,6 +13,9 @@ from typing import Any
 
 from core.request import Request
 from tandem_client.stubs import inference_pb2
+from text.stop_strings import StopStrings
+from text.text_stream import TextStream
+from text.tokenizer import ModelTokenizer
 from text.tool_calls import Delta, TextDelta, ToolCallParser
 from text.tool_formats import FORMATS, ToolFormat
 
@@ -54,18 +57,21 @@ class ChoiceCalls:
         return _short_id(digest) if self._format.has_short_ids else f"call_{digest.hex()}"
 
 
-def can_call(wire: inference_pb2.GenerateRequest, tool_format: str) -> bool:
-    """Whether the output can have calls."""
-    return bool(wire.chat.tools) and tool_format in FORMATS
+Output = tuple[TextStream, ChoiceCalls | None]  # of one choice; None: it cannot have calls
 
 
-def calls_of(
-    wire: inference_pb2.GenerateRequest, tool_format: str, request: Request, client_request_id: str
-) -> ChoiceCalls | None:
-    """For one choice of `wire`, whose own request is `request`; None if its output cannot have calls."""
-    if not can_call(wire, tool_format):
-        return None
-    return ChoiceCalls(FORMATS[tool_format], request, client_request_id)
+def open_output(
+    wire: inference_pb2.GenerateRequest,
+    request: Request,
+    client_request_id: str,
+    tokenizer: ModelTokenizer,
+    stop_strings: StopStrings,
+) -> Output:
+    """For one choice of `wire`, whose own request is `request`."""
+    tool_format = FORMATS.get(tokenizer.tool_format) if wire.chat.tools else None
+    detokenizer = tokenizer.detokenizer(with_tags=tool_format is not None)
+    text = TextStream(detokenizer, stop_strings, request.sampling.min_tokens)
+    return text, None if tool_format is None else ChoiceCalls(tool_format, request, client_request_id)
 
 
 def _short_id(digest: bytes) -> str:

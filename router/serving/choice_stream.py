@@ -22,7 +22,6 @@ from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
 from router.serving.choice_calls import ChoiceCalls
 from router.serving.ended_choice import EndedChoice
 from router.serving.receipt import encode_promise, phase_timings, receipt_of
-from router.serving.resumed_answer import ResumedAnswer
 from runtime.tracing.trace_context import TraceContext
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import TokenBytes
@@ -87,12 +86,12 @@ class ChoiceStream:
     # With stop strings: token_ids[num_taken:] in runs that fit into a chunk, the number of tokens and the text of each
     _runs: deque[tuple[int, str]] = field(default_factory=deque)
 
-    def resume(self, answer: ResumedAnswer) -> None:
-        """Begin behind the tokens that the client has."""
-        self.token_ids, self.text, self.calls = list(answer.token_ids), answer.text, answer.calls
-        self.num_taken = self.num_resumed = len(self.token_ids)
-        if answer.end is not None:
-            self.end(answer.end)
+    def resume(self, token_ids: Sequence[int], end: FinishReason | None) -> None:
+        """Begin behind the tokens that the client has, as `text` and `calls` do. `end`: they are the whole answer."""
+        self.token_ids = list(token_ids)
+        self.num_taken = self.num_resumed = len(token_ids)
+        if end is not None:
+            self.end(end)
 
     def deliver(self, delivered: Deliver) -> bool:
         """Take new tokens of the machine. Returns True if their text completes a stop string."""

@@ -10,18 +10,15 @@ from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, Tande
 from core.plain_text import escaped
 from core.request import MAX_SEED
 from router.serving import validation
-from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
-from router.serving.choice_calls import calls_of, can_call
 from router.serving.choice_stream import ChoiceStream
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission, num_following_calls
 from router.shell import RouterShell
 from runtime.owner_ledger import Owner
-from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
+from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, aborts, remaining_s
 from runtime.validation_threads import ValidationThreads
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
-from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
@@ -49,18 +46,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._shell.config.default_timeout_s)
 
+    @aborts
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        try:
-            await self.serve(request, StreamWriter(context))
-            if self.draining:
-                await asyncio.sleep(min(LAST_READ_S, self._remaining_s(context) / 2))
-        except TandemError as error:
-            await abort(context, error)
+        await self.serve(request, StreamWriter(context))
+        if self.draining:
+            await asyncio.sleep(min(LAST_READ_S, self._remaining_s(context) / 2))
 
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
         try:
-            with self._tenants.admit(request, writer, self._shell.now()) as owner:
+            with self._tenants.admit(request, writer.context, self._shell.now()) as owner:
                 await self._generate(request, writer, owner)
         except (KeyLimitReached, Unauthenticated) as error:
             self._shell.count_refusal(error)
@@ -68,9 +63,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: inference_pb2.GenerateRequest, writer: CallWriter, owner: Owner) -> None:
         arrived_at = self._shell.now()
-        timeout_s = self._remaining_s(writer)
+        timeout_s = self._remaining_s(writer.context)
         deadline = arrived_at + timeout_s
-        headers = {key: str(value) for key, value in writer.invocation_metadata() or ()}
+        headers = {key: str(value) for key, value in writer.context.invocation_metadata() or ()}
         operation = "chat" if request.HasField("chat") else "text_completion"
         new_id, limits = self._shell.new_request_id(), self._shell.view.decode_limits
         try:
@@ -83,7 +78,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = escaped(request.request_id[: validation.MAX_REQUEST_ID_CHARS]) or new_id
             self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
-        with_tags = can_call(request, self._tokenizer.tool_format)
         streams = [
             ChoiceStream(
                 choice=choice,
@@ -92,57 +86,53 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request=choice_request,
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,
-                text=TextStream(
-                    self._tokenizer.detokenizer(with_tags), generation.stop_strings, choice_request.sampling.min_tokens
-                ),
+                text=text,
                 trace=self._shell.telemetry.start_trace(headers),
                 changed=writer.changed,
                 token_name=self._tokenizer.token_name,
-                calls=calls_of(request, self._tokenizer.tool_format, choice_request, generation.request_id),
+                calls=calls,
                 returns_prompt=request.return_prompt_token_ids,
             )
-            for choice, choice_request in enumerate(generation.choices)
+            for choice, (choice_request, (text, calls)) in enumerate(
+                zip(generation.choices, generation.outputs, strict=True)
+            )
         ]
-        messages = CallMessages(streams, request.min_interval_ms / 1e3, self._shell.now)
-        if generation.resumed is not None:
-            streams[0].resume(generation.resumed)
-            if streams[0].result is not None:  # no worker has anything left to do
-                await _write(writer, messages, deadline)
+        writer.begin(streams, request.min_interval_ms / 1e3, self._shell.now)
+        if request.resume:
+            streams[0].resume(request.resume, generation.end)
+            if generation.end is not None:  # no worker has anything left to do
+                await _write(writer, deadline)
                 return
         try:
-            self._shell.open(streams, deadline, num_following_calls(writer) * len(streams))
-            await _write(writer, messages, deadline)
+            self._shell.open(streams, deadline, num_following_calls(writer.context) * len(streams))
+            await _write(writer, deadline)
         finally:
             for stream in streams:
                 self._shell.close(stream)
 
+    @aborts
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        try:
-            token_ids = await self._validation_pool.run(
-                self._tenants.owner_of(context), self._remaining_s(context),
-                validation.prompt_work_of(request), validation.tokenize_prompt,
-                request, self._tokenizer, self._shell.config,
-            )  # fmt: skip
-        except TandemError as error:
-            await abort(context, error)
+        token_ids = await self._validation_pool.run(
+            self._tenants.owner_of(context), self._remaining_s(context),
+            validation.prompt_work_of(request), validation.tokenize_prompt,
+            request, self._tokenizer, self._shell.config,
+        )  # fmt: skip
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
+    @aborts
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        try:
-            if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
-                raise InvalidRequest(
-                    "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
-                )
-            text = await self._validation_pool.run(
-                self._tenants.owner_of(context), self._remaining_s(context), request.ByteSize(),
-                self._tokenizer.decode, request.token_ids, True,
-            )  # fmt: skip
-        except TandemError as error:
-            await abort(context, error)
+        if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
+            raise InvalidRequest(
+                "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
+            )
+        text = await self._validation_pool.run(
+            self._tenants.owner_of(context), self._remaining_s(context), request.ByteSize(),
+            self._tokenizer.decode, request.token_ids, True,
+        )  # fmt: skip
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModel(self, _: inference_pb2.GetModelRequest, __: CallContext) -> inference_pb2.GetModelResponse:
@@ -160,11 +150,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
 
-async def _write(writer: CallWriter, messages: CallMessages, deadline: float) -> None:
+async def _write(writer: CallWriter, deadline: float) -> None:
     """WRITE_GRACE_S lets the machine end the request at the deadline first."""
     try:
         async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
-            await writer.write_all(messages)
+            await writer.write_all()
     except TimeoutError:
         raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
 

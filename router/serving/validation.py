@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from core.config import MAX_MIN_INTERVAL_MS, MAX_PRIORITY, RouterConfig
 from core.errors import InvalidRequest
+from core.lifecycle import FinishReason
 from core.model_info import ModelInfo
 from core.plain_text import is_plain
 from core.request import (
@@ -22,8 +23,9 @@ from core.request import (
 )
 from protos import codec
 from router.serving.chat_prompt import check_chat
+from router.serving.choice_calls import Output, open_output
 from router.serving.output_formats import RequestGrammars
-from router.serving.resumed_answer import ResumedAnswer, check_plain, read_resumed
+from router.serving.resumed_answer import check_plain, resume
 from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs import inference_pb2
 from text.stop_strings import StopStrings
@@ -40,8 +42,8 @@ class Generation:
 
     request_id: str
     choices: tuple[Request, ...]
-    stop_strings: StopStrings
-    resumed: ResumedAnswer | None  # None: a new answer
+    outputs: tuple[Output, ...]  # of the choices
+    end: FinishReason | None  # of an answer that the client has as a whole
 
 
 def work_of(wire: inference_pb2.GenerateRequest, grammars: RequestGrammars) -> int:
@@ -104,10 +106,9 @@ def prepare(
     choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
     request_id = wire.request_id or unique_id
     stop_strings = StopStrings(wire.stop.stop_strings)
-    resumed = None
-    if wire.resume:
-        resumed = read_resumed(wire, first, request_id, tokenizer, grammars, stop_strings, is_late)
-    return Generation(request_id, choices, stop_strings, resumed)
+    outputs = tuple(open_output(wire, choice, request_id, tokenizer, stop_strings) for choice in choices)
+    end = resume(wire, first, outputs[0], tokenizer, grammars, is_late) if wire.resume else None
+    return Generation(request_id, choices, outputs, end)
 
 
 def default_limit(num_prompt_tokens: int, context_length: int, decode_limits: Sequence[int]) -> int:

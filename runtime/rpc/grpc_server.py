@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -277,8 +278,8 @@ def trailers_of(error: TandemError) -> tuple[tuple[str, str], ...]:
 class LocalContext:
     """The context of a call from this process, which no gRPC carries. `abort` raises the error itself."""
 
-    def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
-        self._metadata = metadata
+    def __init__(self, metadata: Sequence[tuple[str, str]], timeout_s: float | None = None) -> None:
+        self._metadata, self._timeout_s = metadata, timeout_s
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         return self._metadata
@@ -287,10 +288,14 @@ class LocalContext:
         return ""
 
     def time_remaining(self) -> float | None:
-        return None
+        return self._timeout_s
 
 
 CallContext = grpc.aio.ServicerContext[Any, Any] | LocalContext
+S = TypeVar("S")
+M = TypeVar("M")
+C = TypeVar("C", bound=CallContext)
+T = TypeVar("T")
 
 
 async def abort(context: CallContext, error: TandemError) -> NoReturn:
@@ -308,6 +313,19 @@ async def abort(context: CallContext, error: TandemError) -> NoReturn:
         # Every use of an aborted call raises the call's own AbortError, and gRPC wants no other exception.
         await context.send_initial_metadata(())
     raise AssertionError("an aborted call always raises")
+
+
+def aborts(method: Callable[[S, M, C], Awaitable[T]]) -> Callable[[S, M, C], Coroutine[Any, Any, T]]:
+    """For a method of a servicer: the call ends with the `TandemError` that it raises."""
+
+    @functools.wraps(method)
+    async def call(self: S, request: M, context: C) -> T:
+        try:
+            return await method(self, request, context)
+        except TandemError as error:
+            await abort(context, error)
+
+    return call
 
 
 def error_from(error: grpc.RpcError) -> TandemError:

@@ -18,7 +18,6 @@ from gateway.errors import ApiError, invalid
 from gateway.formats.encoded import json_pieces
 from gateway.formats.outputs import AnswerHead
 from gateway.formats.responses import ResponseEvents
-from gateway.formats.usage import UsageSum
 from gateway.http.http_protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
 from gateway.routes import calls, chat, completions, responses, tokens
 from gateway.schemas.chat import ChatBody
@@ -150,16 +149,16 @@ def _body(path: str, schema: Any, convert: Callable[[Any], Any]) -> Parser:
 def _echo(data: bytes) -> Turns:
     """What the loop does with a body that is read: an answer repeats parts of it."""
     try:
-        body, given = calls._read(data, ResponsesBody, responses._given)
+        body, (_, echoed) = calls._read(data, ResponsesBody, responses._given)
     except (ApiError, ValidationError):
-        body, given = None, None
+        body = None
     yield Ellipsis
-    if body is None or given is None:
+    if body is None:
         return
     field_names(body)
     yield None
     head = AnswerHead("i", "m", 0, frozenset(), ())
-    json_pieces(ResponseEvents(head, given.echoed, UsageSum(1, False)).result())
+    json_pieces(ResponseEvents(head, echoed).result())
     yield None
 
 

@@ -15,6 +15,7 @@ from core.step import SampledToken, TokenEvent
 from decode_worker.events import DecodeCancelled, DecodeDone, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec
+from runtime.rpc.grpc_server import LocalContext
 from tandem_client.stubs import worker_pb2
 from worker.request_check import RequestCheck, refuse_grammars
 
@@ -40,26 +41,17 @@ class FakeDriver:
         self.events.append(event)
 
 
-class Stream:
+class Stream(LocalContext):
     """One StreamTokens call of a router that reads."""
 
     def __init__(self, servicer: DecodeServicer, stream_id: int) -> None:
+        super().__init__(())
         self.written: list[tuple[int, int, int]] = []  # (call, index, token id)
         wire = worker_pb2.StreamTokensRequest(router_id=f"router-{stream_id}", stream_id=stream_id)
-        self.task = asyncio.create_task(servicer._stream_tokens(wire, cast(Any, self)))
+        self.task = asyncio.create_task(servicer.StreamTokens(wire, cast(Any, self)))
 
     async def write(self, message: worker_pb2.StepTokens) -> None:
         self.written += zip(message.calls, message.indexes, message.token_ids, strict=True)
-
-
-class Context:
-    """Of a Decode call."""
-
-    def time_remaining(self) -> float:
-        return 60.0
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
 
 
 class Scene:
@@ -77,7 +69,7 @@ class Scene:
     async def decode(self, name: str, call: int, stream_id: int) -> asyncio.Task[worker_pb2.DecodeFinished]:
         sequence = codec.encode_sequence(Request(name, (1, 2, 3), 3, SamplingParams(max_tokens=8)), CallId("r", call))
         wire = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id)
-        task = asyncio.create_task(self.servicer._decode(wire, cast(Any, Context())))
+        task = asyncio.create_task(self.servicer.Decode(wire, cast(Any, LocalContext((), 60.0))))
         self.tasks.append(task)
         await turn_the_loop()
         return task

@@ -16,7 +16,7 @@ from core.errors import Unauthenticated
 from gateway.errors import ApiError, ClientGone
 from gateway.http.connection import while_connected
 from gateway.http.middleware import HttpMiddleware
-from gateway.http.tracing import SERVICE, Tracer
+from gateway.http.tracing import SERVICE
 from gateway.metrics import GatewayMetrics
 from gateway.routes import calls
 from gateway.routes.calls import CallContext, call_context, passed_on, read_body
@@ -200,8 +200,8 @@ async def test_a_refusal_that_still_receives_a_body_ends_whole_when_the_server_s
     async def app(*_: object) -> None:
         raise AssertionError("a refused request reaches no route")
 
-    tracer = Tracer(Telemetry(TelemetryConfig(), SERVICE, "gateway"))
-    middleware = HttpMiddleware(app, GatewayConfig(), authorize, GatewayMetrics(), tracer)
+    telemetry = Telemetry(TelemetryConfig(), SERVICE, "gateway")
+    middleware = HttpMiddleware(app, GatewayConfig(), authorize, GatewayMetrics(), telemetry)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"100")]}
     request = asyncio.create_task(middleware(scope, receive, send))
     await lingers.wait()

@@ -10,16 +10,17 @@ import pytest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from core.config import TelemetryConfig
 from core.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QueueFull, TandemError
 from gateway.errors import STATUSES, ApiError, ClientGone, api_error
 from gateway.field_names import http_field
 from gateway.fleets import ModelUnknown
-from gateway.http.tracing import TracedRequest, current
+from gateway.http.tracing import SERVICE, TracedRequest, current
 from gateway.schemas.chat import ChatBody
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.fields import check_extra
 from gateway.schemas.responses import ResponsesBody
-from runtime.tracing.trace_context import start_trace
+from runtime.tracing.telemetry import Telemetry
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
 MANY_PARTS = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1025}]})
@@ -125,7 +126,7 @@ def refusal_of(call: Callable[..., object], *arguments: object) -> Exception:
     ids=["model", "router", "route", "unknown field", "key of a map", "text of a field"],
 )
 def test_a_text_of_the_client_is_cut_in_the_answer_and_in_the_span(error: Exception) -> None:
-    traced = TracedRequest(start_trace({}, 0.0), b"id")
+    traced = TracedRequest(Telemetry(TelemetryConfig(), SERVICE, "gateway"), {"headers": []})
     token = current.set(traced)
     try:
         answer = api_error(error).response()

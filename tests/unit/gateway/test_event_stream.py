@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from gateway.formats.form import AnswerForm
-from gateway.http.connection import EventStream, EventWriter
+from gateway.http.connection import EventStream
 from gateway.http.http_protocol import CONNECTION
 from gateway.routes.answering import Call
 from gateway.routes.calls import CallContext
@@ -49,17 +49,17 @@ class Client:
 
 @pytest.mark.parametrize("num_read", [0, 1])  # the head
 async def test_parts_stay_in_the_router_until_the_client_has_read_the_first_one(num_read: int) -> None:
-    client, writer = Client(num_read), EventWriter(cast(AnswerForm, Words()))
+    client, stream = Client(num_read), EventStream(cast(AnswerForm, Words()), {})
     given, words = 0, [f"word{number} " for number in range(9)]
     ended = asyncio.Event()
 
     def give() -> None:  # as SinkWriter does
         nonlocal given
-        while given < len(words) and not writer.is_full:
-            writer.chunk(Chunk(0, given, (1,), words[given]))
+        while given < len(words) and not stream.is_full:
+            stream.chunk(Chunk(0, given, (1,), words[given]))
             given += 1
         if given < len(words):
-            writer.when_room(give)
+            stream.when_room(give)
         else:
             ended.set()
 
@@ -67,7 +67,7 @@ async def test_parts_stay_in_the_router_until_the_client_has_read_the_first_one(
         give()
         await ended.wait()
 
-    stream = EventStream(writer, asyncio.create_task(generate()), {})
+    await stream.begin(generate(), client.receive)
     scope = {"type": "http", "extensions": {CONNECTION: client}}
     answering = asyncio.create_task(stream(scope, client.receive, client.send))
     for _ in range(5):

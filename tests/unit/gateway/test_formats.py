@@ -30,6 +30,7 @@ from tandem_client.stubs.inference_pb2 import (
 )
 
 HEAD = AnswerHead("id-1", 'a "model"', 123, frozenset({2}), ("END",))
+PAIR = replace(HEAD, num_choices=2)
 TEXTS = ["Grüße \u2028", '"quoted" \\ \n', "\x00", ""]
 STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
 CALLS = [
@@ -104,8 +105,8 @@ def folded(form: Any, events: list[Event]) -> dict[str, Any]:
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
     events = [tokens(text, choice) for text in TEXTS for choice in (0, 1)] + [end(0), end(1)]
-    chunks = chunks_of(ChatChunks(HEAD, 2, UsageSum(2, False), with_usage), events)
-    answer = object_of(ChatChunks(HEAD, 2, UsageSum(2, False)), events)
+    chunks = chunks_of(ChatChunks(replace(PAIR, with_usage=with_usage)), events)
+    answer = object_of(ChatChunks(PAIR), events)
     for choice in (0, 1):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == choice]
         assert own[0]["delta"] == {"role": "assistant", "content": ""}
@@ -120,8 +121,8 @@ def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
 
 def test_calls_of_tools_are_the_same_in_both_forms() -> None:
     events: list[Event] = [*CALLS, end(num_calls=2)]
-    chunks = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
-    (choice,) = object_of(ChatChunks(HEAD, 1, UsageSum(1, False)), events)["choices"]
+    chunks = chunks_of(ChatChunks(HEAD), events)
+    (choice,) = object_of(ChatChunks(HEAD), events)["choices"]
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
         for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
@@ -141,7 +142,7 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
 
 
 def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
-    answer = object_of(ResponseEvents(HEAD, {}, UsageSum(1, False)), [*CALLS, end(num_calls=2)])
+    answer = object_of(ResponseEvents(HEAD, {}), [*CALLS, end(num_calls=2)])
     items = answer["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]
     assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
@@ -150,7 +151,7 @@ def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
 
 
 def test_a_response_that_ends_at_once_has_an_empty_message() -> None:
-    form = ResponseEvents(HEAD, {}, UsageSum(1, False))
+    form = ResponseEvents(HEAD, {})
     kinds = [event.split("\n")[0] for event in (push(form, end()) + form.end()).decode().split("\n\n") if event]
     assert [kind.removeprefix("event: response.") for kind in kinds] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.done", "content_part.done",
@@ -174,9 +175,9 @@ def test_only_a_model_that_has_called_a_tool_ends_with_tool_calls(
     event = end(reason=reason, num_calls=num_calls)
     head = replace(HEAD, names_tool=names_tool)
     call = TokenChunk(tool_calls=[ToolCallDelta(index=0, id="c0", name="add"), ToolCallDelta(arguments_json="{")])
-    chunks = chunks_of(ChatChunks(head, 1, UsageSum(1, False), False), [call, event])
-    answer = object_of(ChatChunks(head, 1, UsageSum(1, False)), [call, event])
-    response = object_of(ResponseEvents(head, {}, UsageSum(1, False)), [call, event])
+    chunks = chunks_of(ChatChunks(head), [call, event])
+    answer = object_of(ChatChunks(head), [call, event])
+    response = object_of(ResponseEvents(head, {}), [call, event])
     assert answer["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == chat
     assert (response["status"], response["output"][0]["status"]) == (status, status)
 
@@ -189,12 +190,12 @@ def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any)
 
 def test_a_filtered_choice_ends_in_every_form() -> None:
     events: list[Event] = [tokens("a"), Filtered(0)]
-    chat = chunks_of(ChatChunks(HEAD, 1, UsageSum(1, False), False), events)
-    text = chunks_of(CompletionChunks(HEAD, [""], UsageSum(1, False), False), events)
+    chat = chunks_of(ChatChunks(HEAD), events)
+    text = chunks_of(CompletionChunks(HEAD, [""]), events)
     assert chat[-1]["choices"][0]["finish_reason"] == text[-1]["choices"][0]["finish_reason"] == "content_filter"
-    (whole,) = object_of(ChatChunks(HEAD, 1, UsageSum(1, False)), events)["choices"]
+    (whole,) = object_of(ChatChunks(HEAD), events)["choices"]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("a", "content_filter")
-    response = object_of(ResponseEvents(HEAD, {}, UsageSum(1, False)), events)
+    response = object_of(ResponseEvents(HEAD, {}), events)
     assert response["incomplete_details"] == {"reason": "content_filter"}
 
 
@@ -229,15 +230,16 @@ def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: 
     ]
     events: list[Event] = [tokens("", 1, entries[at : at + num_tokens]) for at in range(0, 3, num_tokens)]
     events += [tokens("", 1), end(0), end(1)]
-    first, second = object_of(ChatChunks(HEAD, 2, UsageSum(2, False)), events)["choices"]
+    first, second = object_of(ChatChunks(PAIR), events)["choices"]
     assert first["logprobs"] is None
     assert second["logprobs"] == {"content": json.loads(json.dumps(chat_logprobs(entries))), "refusal": None}
-    first, second = object_of(CompletionChunks(HEAD, ["x"] * 2, UsageSum(2, False)), events)["choices"]
+    first, second = object_of(CompletionChunks(PAIR, ["x"] * 2), events)["choices"]
     assert (first["text"], second["text"], first["logprobs"]) == ("x", "x", None)
     assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
 
 
 IDS_HEAD = replace(HEAD, with_token_ids=True)
+IDS_PAIR = replace(IDS_HEAD, num_choices=2)
 PROMPTS = ((7, 8, 9), (5,))  # two prompts with two choices each
 
 
@@ -255,7 +257,7 @@ def chunks_with_ids(num_prompts: int) -> list[Event]:
 @pytest.mark.parametrize("echo", ["", "x"])
 def test_token_ids_are_in_a_completion_where_vllm_has_them(echo: str) -> None:
     def form() -> CompletionChunks:
-        return CompletionChunks(IDS_HEAD, [echo] * 4, UsageSum(2, False))
+        return CompletionChunks(IDS_PAIR, [echo] * 4)
 
     events = chunks_with_ids(2)
     chunks, answer = chunks_of(form(), events), object_of(form(), events)
@@ -270,7 +272,7 @@ def test_token_ids_are_in_a_completion_where_vllm_has_them(echo: str) -> None:
 
 def test_token_ids_are_in_a_chat_where_vllm_has_them() -> None:
     def form() -> ChatChunks:
-        return ChatChunks(IDS_HEAD, 2, UsageSum(2, False))
+        return ChatChunks(IDS_PAIR)
 
     events = chunks_with_ids(1)
     chunks, answer = chunks_of(form(), events), object_of(form(), events)
@@ -292,9 +294,9 @@ def test_each_token_id_comes_once_beside_calls_of_tools() -> None:
         event.MergeFrom(chunk)
         events.append(event)
     events += [TokenChunk(token_ids=[20]), end(num_calls=2)]
-    chunks = chunks_of(ChatChunks(IDS_HEAD, 1, UsageSum(1, False)), events)
+    chunks = chunks_of(ChatChunks(IDS_HEAD), events)
     found = [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]]
-    (whole,) = object_of(ChatChunks(IDS_HEAD, 1, UsageSum(1, False)), events)["choices"]
+    (whole,) = object_of(ChatChunks(IDS_HEAD), events)["choices"]
     assert whole["token_ids"] == found == [0, 10, 1, 11, 2, 12, 3, 13, 20]
     assert [call["function"]["arguments"] for call in whole["message"]["tool_calls"]] == ['{"a": 1}', "{}"]
 
@@ -302,7 +304,7 @@ def test_each_token_id_comes_once_beside_calls_of_tools() -> None:
 def test_an_object_keeps_no_log_probability_but_its_json() -> None:
     value = -1.28125  # of this test alone: garbage of others may be there
     entries = [TokenLogprobs(logprob=value, token=b"a", top=[Logprob(logprob=value, token=b"a")] * 20)] * 100
-    pieces = json_pieces(folded(ChatChunks(HEAD, 1, UsageSum(1, False)), [tokens("a", 0, entries)]))
+    pieces = json_pieces(folded(ChatChunks(HEAD), [tokens("a", 0, entries)]))
     # Other libraries have dicts of other classes under this name, which no comparison may touch.
     kept = [part for part in gc.get_objects() if type(part) is dict and type(part.get("logprob")) is float]
     assert [part for part in kept if part["logprob"] == value] == []
@@ -311,7 +313,7 @@ def test_an_object_keeps_no_log_probability_but_its_json() -> None:
 
 async def test_a_long_object_is_sent_in_pieces() -> None:
     entries = [TokenLogprobs(logprob=-1, token=b"a", top=[Logprob(token=b"a")] * 20)] * 100
-    answer, sent = folded(ChatChunks(HEAD, 1, UsageSum(1, False)), [tokens("a", 0, entries)] * 10), []
+    answer, sent = folded(ChatChunks(HEAD), [tokens("a", 0, entries)] * 10), []
     num_sent_in_turns: list[int] = []
     response = ObjectResponse(json_pieces(answer), {"x-request-id": "1"})
 
@@ -343,14 +345,14 @@ def test_an_impossible_token_has_a_number_that_json_knows(logprob: float) -> Non
 
 
 def test_a_response_fails_with_an_error_event() -> None:
-    form = ResponseEvents(HEAD, {}, UsageSum(1, False))
+    form = ResponseEvents(HEAD, {})
     push(form, tokens("a"))
     failed = form.fail(RuntimeError("x")).decode().split("\n\n")
     assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]
 
 
 def test_the_events_of_a_response_encode_no_field_of_the_request_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    form = ResponseEvents(HEAD, {"instructions": EncodedValue("x" * 100_000)}, UsageSum(1, False))
+    form = ResponseEvents(HEAD, {"instructions": EncodedValue("x" * 100_000)})
     num_chars, dumps = 0, json.dumps
 
     def counted(*args: Any, **options: Any) -> str:

@@ -25,7 +25,7 @@ from gateway.schemas.responses import (
     response_tools,
     text_format,
 )
-from gateway.schemas.sampling import check_answer_size, check_echo, check_num_token_ids, common_request, stream_warnings
+from gateway.schemas.sampling import check_answer, check_echo, common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import Choices, OutputFormat, ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -42,7 +42,7 @@ def test_each_field_of_sampling_reaches_the_wire() -> None:
         frequency_penalty=-0.5, seed=7, logit_bias={"5": -100}, stop="end", stop_token_ids=[3], ignore_eos=True,
         min_tokens=2, cache_salt="salt", priority=-3, user="alice", speculation=False,
     )  # fmt: skip
-    wire = common_request(body, 9, "m", "id-1")
+    wire = common_request(body, 9, None)
     sampling = wire.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 7)
     assert sampling.HasField("top_k")
@@ -52,19 +52,18 @@ def test_each_field_of_sampling_reaches_the_wire() -> None:
     assert (list(wire.stop.stop_strings), list(wire.stop.stop_token_ids)) == (["end"], [3])
     assert (wire.stop.max_tokens, wire.stop.min_tokens, wire.stop.ignore_eos) == (9, 2, True)
     assert (wire.cache_salt, wire.priority, wire.user) == ("salt", -3, "alice")
-    assert (wire.model, wire.request_id) == ("m", "id-1")
     assert wire.HasField("speculation")
     assert not wire.speculation
 
 
 @pytest.mark.parametrize(("seed", "wire"), [(-1, None), (0, 0), (-2, 2**63 - 2), (-(2**63), 0), (2**63 - 1, 2**63 - 1)])
 def test_a_seed_may_be_negative_and_minus_one_is_random(seed: int, wire: int | None) -> None:
-    sampling = common_request(chat(seed=seed), None, "", "id").sampling
+    sampling = common_request(chat(seed=seed), None, None).sampling
     assert (sampling.seed if sampling.HasField("seed") else None) == wire
 
 
 def test_a_field_that_is_not_given_stays_unset_on_the_wire() -> None:
-    wire = common_request(chat(temperature=None), None, "", "id")
+    wire = common_request(chat(temperature=None), None, None)
     assert wire.sampling.ListFields() == []
     assert not wire.HasField("speculation")
     assert not wire.stop.HasField("max_tokens")
@@ -330,17 +329,19 @@ def test_an_item_that_is_not_supported_is_refused(item: dict[str, Any], param: s
 def test_an_answer_in_one_piece_has_a_bound_of_log_probabilities(
     num_choices: int, max_tokens: int, num_logprobs: int | None, accepted: bool
 ) -> None:
+    wire = common_request(chat(n=num_choices), max_tokens, None, num_logprobs)
     if accepted:
-        check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
+        check_answer(wire, 1, 2**21, "top_logprobs")
         return
     with pytest.raises(ApiError, match=r"^top_logprobs: .*at most 1048576"):
-        check_answer_size("top_logprobs", num_choices, max_tokens, num_logprobs)
+        check_answer(wire, 1, 2**21, "top_logprobs")
 
 
 def test_an_answer_in_one_piece_has_a_bound_of_token_ids_and_of_repeated_text() -> None:
-    check_num_token_ids(4096, 2048)
+    wire = common_request(chat(n=16, return_token_ids=True), None, None)
+    check_answer(wire, 256, 2048, "logprobs")
     with pytest.raises(ApiError, match=r"^return_token_ids: .* at most 8388608"):
-        check_num_token_ids(4096, 2049)
+        check_answer(wire, 256, 2049, "logprobs")
     check_echo(2, 2**20)
     with pytest.raises(ApiError, match=r"^echo: .* at most 2097152"):
         check_echo(2, 2**20 + 1)
@@ -425,4 +426,4 @@ def test_options_of_the_template_have_the_same_json_on_every_route() -> None:
     fields = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": "é"}}
     wire, _ = tokens._tokenize_request(tokens.TokenizeBody.model_validate(fields))
     given = chat_route._given(ChatBody.model_validate(fields))
-    assert wire.chat.template_options_json == given.chat.template_options_json == '{"a": "é"}'
+    assert wire.chat.template_options_json == given.wire.chat.template_options_json == '{"a": "é"}'

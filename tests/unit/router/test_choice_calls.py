@@ -12,10 +12,9 @@ import pytest
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from router.requests.events import Deliver
-from router.serving.choice_calls import ChoiceCalls, calls_of, can_call
+from router.serving.choice_calls import ChoiceCalls, open_output
 from router.serving.choice_stream import ChoiceStream, Chunk
 from router.serving.output_formats import RequestGrammars
-from router.serving.resumed_answer import ResumedAnswer
 from runtime.tracing.trace_context import TraceContext
 from tandem_client.stubs.inference_pb2 import ChatPrompt, GenerateRequest, Tool, ToolChoice
 from tests.support.tool_templates import FAMILIES
@@ -119,10 +118,10 @@ def test_resumed_at_any_index_a_choice_tells_what_the_client_lacks(tool_format: 
     for index in range(1, len(output) + 1):
         stream = choice(tool_format)
         found = Received().take(chunks(stream, output[:index]))
-        read, resumed = choice(tool_format), choice(tool_format)
-        assert read.calls is not None
-        read.calls.push(read.text.push(tuple(output[:index]))[0])
-        resumed.resume(ResumedAnswer(tuple(output[:index]), read.text, read.calls, None))
+        resumed = choice(tool_format)
+        assert resumed.calls is not None
+        resumed.calls.push(resumed.text.push(tuple(output[:index]))[0])
+        resumed.resume(tuple(output[:index]), None)
         if index < len(output):
             found.take(chunks(resumed, output[index:]))
         assert found.take(resumed.last_chunk()) == whole(tool_format), index
@@ -190,9 +189,9 @@ def test_a_call_whose_tags_are_special_tokens_is_a_call(tool_format: str, requir
     grammar = grammars.grammar_of(wire)
     assert grammar
     assert grammars.num_accepted(grammar, token_ids) == len(token_ids)
-    calls = calls_of(wire, tool_format, request_of(), "mine")
+    output, calls = open_output(wire, request_of(), "mine", tokenizer, StopStrings(()))
     assert calls is not None
-    told, deltas = calls.finish(tokenizer.detokenizer(with_tags=can_call(wire, tool_format)).push(token_ids))
+    told, deltas = calls.finish(output.push(token_ids)[0])
     assert told == opening
     assert "".join(delta.name + delta.arguments_json for delta in deltas) == 'add{"a": 1}'
     assert calls.num_complete_calls == 1
@@ -200,8 +199,14 @@ def test_a_call_whose_tags_are_special_tokens_is_a_call(tool_format: str, requir
 
 
 def test_only_a_chat_with_tools_of_a_known_format_can_have_calls() -> None:
+    hermes = load_tokenizer("fake:tiny")
+    unknown = ModelTokenizer(hermes.info, ByteCodec(), None)
+
+    def can_call(wire: GenerateRequest, tokenizer: ModelTokenizer) -> bool:
+        return open_output(wire, request_of(), "mine", tokenizer, StopStrings(()))[1] is not None
+
     with_tools = GenerateRequest(chat=ChatPrompt(tools=[Tool(name="f")]))
-    assert calls_of(with_tools, "hermes", request_of(), "mine") is not None
-    assert calls_of(with_tools, "", request_of(), "mine") is None
-    assert calls_of(GenerateRequest(chat=ChatPrompt()), "hermes", request_of(), "mine") is None
-    assert calls_of(GenerateRequest(text="a"), "hermes", request_of(), "mine") is None
+    assert can_call(with_tools, hermes)
+    assert not can_call(with_tools, unknown)
+    assert not can_call(GenerateRequest(chat=ChatPrompt()), hermes)
+    assert not can_call(GenerateRequest(text="a"), hermes)

@@ -16,10 +16,10 @@ from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from router.requests.events import Deliver, Fail
-from router.serving.call_messages import CallMessages
 from router.serving.call_writer import TURN_ITEMS, SinkWriter, StreamWriter
 from router.serving.choice_calls import ChoiceCalls
 from router.serving.choice_stream import CALL_ITEMS, MAX_CHUNK_ITEMS, ChoiceStream, Chunk
+from runtime.rpc.grpc_server import LocalContext
 from tandem_client.stubs import inference_pb2
 from tests.support.waiting import until
 from text.detokenizer import IncrementalDetokenizer
@@ -170,7 +170,8 @@ def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], 
 def call_of(writer: StreamWriter | SinkWriter, num_choices: int = 1) -> tuple[list[ChoiceStream], asyncio.Task[None]]:
     """The choices of a call, and the task that writes them."""
     streams = [choice(changed=writer.changed, number=number) for number in range(num_choices)]
-    return streams, asyncio.create_task(writer.write_all(CallMessages(streams, 0.0, lambda: 0.0)))
+    writer.begin(streams, 0.0, lambda: 0.0)
+    return streams, asyncio.create_task(writer.write_all())
 
 
 class SlowContext:
@@ -227,7 +228,7 @@ class Collected:
 
 async def test_a_sink_gets_tokens_after_the_event_that_brought_them() -> None:
     sink = Collected()
-    streams, writing = call_of(SinkWriter(sink, (), 1.0), num_choices=2)
+    streams, writing = call_of(SinkWriter(sink, LocalContext(())), num_choices=2)
     await asyncio.sleep(0)
     for stream in streams:
         deliver(stream, 0, 1)
@@ -241,7 +242,7 @@ async def test_a_sink_gets_tokens_after_the_event_that_brought_them() -> None:
 
 async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() -> None:
     sink = Collected()
-    (stream,), writing = call_of(SinkWriter(sink, (), 1.0))
+    (stream,), writing = call_of(SinkWriter(sink, LocalContext(())))
     sink.is_full = True
     for token_id in (0, 1, 0):
         deliver(stream, token_id)
@@ -262,7 +263,7 @@ async def test_a_full_sink_gets_nothing_and_then_all_that_came_as_one_chunk() ->
 async def test_a_client_that_was_behind_gets_its_tokens_in_many_turns_of_the_loop() -> None:
     """Sixteen choices with log-probabilities took four seconds of one turn."""
     sink = Collected()
-    streams, writing = call_of(SinkWriter(sink, (), 1.0), num_choices=3)
+    streams, writing = call_of(SinkWriter(sink, LocalContext(())), num_choices=3)
     sink.is_full = True
     for stream in streams:
         deliver(stream, *[0] * (2 * MAX_CHUNK_ITEMS + 1))
@@ -292,7 +293,7 @@ async def test_an_error_of_a_sink_ends_the_call() -> None:
         def chunk(self, chunk: Chunk) -> None:
             raise OSError(f"no place for {chunk.text}")
 
-    (stream,), writing = call_of(SinkWriter(Broken(), (), 1.0))
+    (stream,), writing = call_of(SinkWriter(Broken(), LocalContext(())))
     await asyncio.sleep(0)
     deliver(stream, 0)
     with pytest.raises(OSError, match="no place for a"):

@@ -212,7 +212,8 @@ async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(meth
         match method:
             case "Generate":
                 sink: Any = None
-                await servicer.serve(inference_pb2.GenerateRequest(user="alice"), SinkWriter(sink, metadata, 1.0))
+                writer = SinkWriter(sink, LocalContext(metadata, 1.0))
+                await servicer.serve(inference_pb2.GenerateRequest(user="alice"), writer)
             case "Tokenize":
                 await servicer.Tokenize(inference_pb2.TokenizeRequest(), LocalContext(metadata))
             case "Detokenize":

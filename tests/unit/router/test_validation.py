@@ -19,7 +19,6 @@ from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
 from core.lifecycle import FinishReason
 from router.serving.output_formats import RequestGrammars
-from router.serving.resumed_answer import ResumedAnswer
 from router.serving.validation import Generation, default_limit, prepare, prompt_work_of, tokenize_prompt, work_of
 from runtime.validation_threads import MAX_INLINE_BYTES
 from tandem_client.stubs.inference_pb2 import (
@@ -275,12 +274,6 @@ def resuming(output: str | list[int], **fields: object) -> GenerateRequest:
     return GenerateRequest(text="a prompt", resume=ids, stop=stop, **own)  # type: ignore[arg-type]
 
 
-def resumed(output: str | list[int], **fields: object) -> ResumedAnswer:
-    found = prepared(resuming(output, **fields)).resumed
-    assert found is not None
-    return found
-
-
 CHOICES = OutputFormat(choices=Choices(texts=["yes", "yesterday"]))
 NO_BEGINNING = {
     "several choices": (resuming("a", n=2), "needs n = 1, n is 2"),
@@ -317,9 +310,9 @@ def test_tokens_that_no_answer_begins_with_are_refused_by_name(wire: GenerateReq
 def test_an_answer_that_its_last_token_ends_is_told_from_one_that_goes_on(
     wire: GenerateRequest, reason: FinishReason | None, match: str
 ) -> None:
-    found = prepared(wire).resumed
-    assert found is not None
-    assert (found.end, found.text.stop_match) == (reason, match)
+    found = prepared(wire)
+    ((text, _),) = found.outputs
+    assert (found.end, text.stop_match) == (reason, match)
 
 
 @pytest.mark.parametrize(
@@ -338,15 +331,13 @@ def test_resumed_at_any_index_the_text_goes_on_behind_the_text_of_the_client(
     for index in range(1, len(f"{text}{stop_match}".encode())):
         stops, min_tokens = fields.get("stop_strings", ()), fields.get("min_tokens", 0)
         of_client = TextStream(TOKENIZER.detokenizer(), StopStrings(stops), min_tokens)  # type: ignore[arg-type]
-        rest = resumed(output[:index], **fields).text
+        ((rest, _),) = prepared(resuming(output[:index], **fields)).outputs
         shown = of_client.push(output[:index])[0] + rest.push(output[index:])[0] + rest.flush()
         assert (shown, rest.stop_match) == (text, stop_match), index
 
 
 def test_the_request_stays_that_of_the_prompt_and_is_read_in_a_thread() -> None:
     wire = resuming("abc")
-    generation = prepared(wire)
-    (request,) = generation.choices
+    (request,) = prepared(wire).choices
     assert request.num_prompt_tokens == len(request.token_ids)
-    assert prepared(GenerateRequest(text="a prompt", sampling=SamplingParams())).resumed is None
     assert work_of(wire, GRAMMARS) > MAX_INLINE_BYTES

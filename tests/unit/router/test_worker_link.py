@@ -81,11 +81,11 @@ async def worker(new_worker: FakeWorker) -> FakeWorker:
 
 
 def decode(worker: FakeWorker) -> None:
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
+    worker.link.perform(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
 
 
 def prefill(worker: FakeWorker) -> None:
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
+    worker.link.perform(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
 
 
 # ---- calls
@@ -115,7 +115,7 @@ async def test_a_call_ends_with_one_error_for_the_machine(
 
 async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.link.hand_over(HandOver("r#1", "w", 7, b"kv", timeout_s=60.0))
+    worker.link.perform(HandOver("r#1", "w", 7, b"kv", timeout_s=60.0))
     ended = await worker.event()
     assert isinstance(ended, DecodeReturned)
     assert ended.dispatch_id == "r#1"
@@ -124,7 +124,7 @@ async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(wor
 
 async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.link.offer_prefix(OfferPrefix("r#1", "w", 7, address("p"), (1, 2, 3), "", limit_s=60.0))
+    worker.link.perform(OfferPrefix("r#1", "w", 7, address("p"), (1, 2, 3), "", limit_s=60.0))
     refused = await worker.event()
     assert isinstance(refused, PrefixRefused)
     assert (refused.dispatch_id, refused.worker_id) == ("r#1", worker.link.endpoint.service_id)
