@@ -132,7 +132,7 @@ async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWork
 
 async def test_a_decode_call_brings_the_source_of_its_blocks(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, (7, address("p")), timeout_s=60.0, call=7))
+    worker.link.perform(StartDecode("r#1", "w", REQUEST, (7, address("p")), timeout_s=60.0, call=7))
     assert isinstance(await worker.event(), DecodeReturned)
     (request,) = worker.decodes
     assert (codec.decode_transfer_id(request.transfer_id), codec.decode_agent(request.source)) == (7, address("p"))

@@ -190,7 +190,8 @@ async def test_calls_without_a_message_are_bounded_and_one_that_ends_makes_room(
     monkeypatch.setattr(grpc_server, "MAX_OPEN_CALLS", 2)
     server = server_at("127.0.0.1")
     server.add(register, echo, SERVICE)
-    async with grpc.aio.insecure_channel(await server.start()) as channel:
+    async with grpc.aio.insecure_channel(await server.start()) as opened:
+        channel: Any = opened  # the stubs want serializers
         make = channel.stream_stream(f"/{SERVICE}/stream_stream")
         first, second = make(), make()
         for call in (first, second):
