@@ -313,6 +313,11 @@ class TransferAgent:
             return
         if peer.plan is None:
             peer.plan = TransferPlan(peer.address.layout, self.pool.layout)
+        if peer.plan.moves_whole_blocks is bool(action.pieces):  # a router has named two layouts for one agent
+            detail = f"connected to {action.peer} with another KV layout"
+            self._events.append(ReadFailed(action.read_id, AbortReason.PEER_LOST, detail))
+            self._report_lost(transport, action.peer, detail)
+            return
         self._end_read(transport, self._reads.start(transport, action, peer.plan, began_at))
 
     def _end_read(self, transport: Transport, read: Read | None) -> None:

@@ -216,12 +216,15 @@ class TransferMachine:
         return self._disconnect_old(peer, now) + self._peers.connect(peer, self._in_use())
 
     def _disconnect_old(self, peer: AgentAddress, now: float) -> Actions:
-        """Disconnect from another incarnation of the peer."""
+        """Disconnect from another incarnation of the peer, and watch the path to it no longer."""
+        actions: Actions = []
         known = self._peers.address_of(peer.name)
-        if known is None or known.incarnation == peer.incarnation:
-            return []
-        # The newer of the two incarnations is not known, so no lease ends early.
-        return [Disconnect(peer.name), *self._on_peer_lost(peer.name, "restarted as another incarnation", False, now)]
+        if known is not None and known.incarnation != peer.incarnation:
+            # The newer of the two incarnations is not known, so no lease ends early.
+            lost = self._on_peer_lost(peer.name, "restarted as another incarnation", False, now)
+            actions = [Disconnect(peer.name), *lost]
+        self._paths.forget_other(peer)
+        return actions
 
     def _in_use(self) -> set[str]:
         """Peers that a live transfer needs."""

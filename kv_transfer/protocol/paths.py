@@ -157,6 +157,13 @@ class Paths:
         self._peers.forget(name)
         return [Disconnect(name)]
 
+    def forget_other(self, peer: AgentAddress) -> None:
+        """Of another incarnation of this peer."""
+        for paths in (self._paths, self._remembered):
+            if peer.name in paths and paths[peer.name].peer.incarnation != peer.incarnation:
+                self._note_change()
+                del paths[peer.name]
+
     def on_hand_off(self, owner: AgentAddress, num_bytes: int, seconds: float, now: float) -> Actions:
         """A pull from `owner` has completed; its reads took so many seconds."""
         self._note_change()
@@ -318,4 +325,5 @@ class Paths:
             assert self._statuses == tuple(path.report() for path in self._paths.values())
         for name, path in self._paths.items():
             assert name == path.peer.name
+            assert self._peers.address_of(name) is None or self._peers.knows(name, path.peer.incarnation)
             assert (path.step is _Phase.DONE) == (path.due is None)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from core.config import TransferConfig
-from core.handoff import AgentAddress, Heartbeat, HeartbeatEntry
+from core.handoff import AbortReason, AgentAddress, Heartbeat, HeartbeatEntry
 from core.kv_layout import KVLayout
 from kv_transfer import agent as agent_module
 from kv_transfer.agent import FIRST_PAUSE_S, PAUSE_SHARE, SPIN_S, AgentIdentity, TransferAgent
-from kv_transfer.protocol.events import Connect, SendMessage, StartRead
+from kv_transfer.protocol.events import Connect, PeerLost, ReadFailed, SendMessage, StartRead
 from kv_transfer.transports.poll_time import EMPTY_POLL_S, WARM_S, PollTime
 from kv_transfer.transports.transport import PoolMemory, TransportEvent
 
@@ -31,6 +32,9 @@ class CopyingWire:
 
     def connect(self, peer: AgentAddress) -> None:
         self.done.append(f"connect {peer.name}")
+
+    def disconnect(self, peer: str) -> None:
+        self.done.append(f"disconnect {peer}")
 
     def notify(self, peer: str, payload: bytes) -> None:
         assert payload
@@ -62,6 +66,24 @@ def test_a_heartbeat_waits_for_no_queued_read_and_a_close_for_all() -> None:
     agent._run_until_closed(cast(Any, wire))
     read = ["read from owner", "poll"]
     assert wire.done == ["connect owner", "message to owner", *read, *read, *read]
+
+
+@pytest.mark.parametrize(("block_size", "pieces"), [(8, ()), (4, (0,))])
+def test_a_peer_that_is_connected_with_another_layout_is_lost_and_ends_no_agent(
+    block_size: int, pieces: tuple[int, ...]
+) -> None:
+    """A router has named two layouts for it. nixl ends with an exception of its own at blocks of another size."""
+    pool = PoolMemory(0, 4, LAYOUT, memoryview(bytearray(4 * LAYOUT.block_bytes)))
+    events: list[Any] = []
+    agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: cast(Any, wire), events.extend)
+    wire = CopyingWire()
+    odd = replace(OWNER, layout=replace(LAYOUT, block_size=block_size))
+    agent.perform([Connect(odd), StartRead(1, 7, "owner", (1,), (1,), 60.0, pieces)], active=True)
+    agent.close()
+    agent._run_until_closed(cast(Any, wire))
+    detail = "connected to owner with another KV layout"
+    assert events == [ReadFailed(1, AbortReason.PEER_LOST, detail), PeerLost("owner", detail)]
+    assert wire.done == ["connect owner", "disconnect owner", "poll"]
 
 
 CONFIG = TransferConfig(idle_poll_interval_s=0.02, active_poll_interval_s=0.001)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from core.config import TransferConfig
-from core.handoff import AgentAddress, HandoffMessage, Location, OfferedBlocks, Ping, Ready, Want
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, Location, OfferedBlocks, Ping, Ready, Want
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.paths import Lane, PathState, PathStatus, PeerJoined, PeerLeft
@@ -138,6 +138,22 @@ def measured(bytes_per_s: float, seen: Lane = Lane.UNKNOWN, location: Location =
     reader.answer_all()
     reader.probe_at(bytes_per_s, seen)
     return reader
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_path_to_another_incarnation_of_a_peer_is_another_path(joins: bool) -> None:
+    """The name of an agent holds its incarnation, but a router may be faulty: no worker ends for that."""
+    reader, other = measured(4e9), replace(agent("owner"), incarnation=8)
+    reader.of(Connect)
+    if joins:
+        reader.join(other)
+    else:
+        reader.take(reader.machine.reserve_pull(1, other, reader.now))
+        reader.take(reader.machine.puller.cancel(1, AbortReason.CANCELLED, reader.now))
+    assert reader.of(Connect) == [Connect(other)]
+    reader.pass_time(2 * RETRY_S)
+    reader.join(agent("owner"))
+    assert reader.of(Connect)[-1] == Connect(agent("owner"))
 
 
 def test_the_shortest_round_trip_counts() -> None:
