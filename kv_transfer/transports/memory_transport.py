@@ -197,5 +197,8 @@ class MemoryTransport:
             assert source is not None
             assert source._pool is not None
             assert self._pool is not None
-            self.fabric.copy(source._pool, self._pool, read.runs)
+            if max(run.source + run.num_bytes for run in read.runs) <= source._pool.num_bytes:
+                self.fabric.copy(source._pool, self._pool, read.runs)
+            else:  # its address says more than it has
+                read.broken = TransportError(f"a run is outside the pool of {read.peer}")
         return read_end(handle, read.broken)

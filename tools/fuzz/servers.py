@@ -70,6 +70,7 @@ class Servers:
     http_port: int
     channels: dict[str, grpc.aio.Channel]  # by service
     good: dict[str, Message]  # requests that succeed, by type
+    peers: list[worker_pb2.AgentAddress]  # of the workers
     errors: ErrorLog
     failures: list[asyncio.Task[BaseException]]
 
@@ -116,10 +117,11 @@ async def servers() -> AsyncIterator[Servers]:
                 reader=codec.encode_agent(transfers(deployment.decode[0]).address),
             )
         }  # fmt: skip
+        peers = [codec.encode_agent(transfers(worker).address) for worker in deployment.workers]
         services: list[Service] = [deployment.router, *deployment.workers]
         failures = [asyncio.create_task(service.failed()) for service in services]
         try:
-            yield Servers(deployment, int(url.rpartition(":")[2]), channels, good, errors, failures)
+            yield Servers(deployment, int(url.rpartition(":")[2]), channels, good, peers, errors, failures)
             await deployment.settle()
         finally:
             for task in (reading, *failures):
@@ -169,13 +171,42 @@ def grpc_calls(world: Servers, rng: random.Random, count: int) -> list[Callable[
     for _ in range(count):
         channel, method = rng.choice(methods)
         good = world.good.get(method.input_type.full_name) or GetMessageClass(method.input_type)()
-        if isinstance(good, worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) and rng.random() < 0.5:
-            odd: Message = _with_odd_tokens(good, rng)
+        if isinstance(good, WITH_PEERS) and rng.random() < 0.3:
+            odd: Message = _with_odd_peer(good, world.peers, rng)
+        elif isinstance(good, worker_pb2.PrefillRequest | worker_pb2.DecodeRequest) and rng.random() < 0.5:
+            odd = _with_odd_tokens(good, rng)
         else:
             odd = changed_message(good, rng) if rng.random() < 0.6 else drawn_message(method.input_type, rng)
         payload = odd.SerializeToString()
         sends.append(partial(_call, channel, method, changed_bytes(payload, rng) if rng.random() < 0.1 else payload))
     return sends
+
+
+WITH_PEERS = (worker_pb2.PrefillRequest, worker_pb2.DecodeRequest, worker_pb2.UpdatePeersRequest)
+ODD_PEERS = (
+    worker_pb2.AgentAddress(),
+    worker_pb2.AgentAddress(name="ghost"),
+    worker_pb2.AgentAddress(incarnation=1),
+    worker_pb2.AgentAddress(metadata=b"odd"),
+    worker_pb2.AgentAddress(num_blocks=1),
+    worker_pb2.AgentAddress(lease_s=0.001),
+    worker_pb2.AgentAddress(probe_bytes=1 << 40),
+    *(worker_pb2.AgentAddress(layout=worker_pb2.KVLayout(block_size=size)) for size in (1, 8, 1024)),
+)
+
+
+def _with_odd_peer(good: Any, peers: Sequence[worker_pb2.AgentAddress], rng: random.Random) -> Any:
+    """Of a sequence of its own, and a worker of which one field is another one's."""
+    changed, peer = type(good)(), worker_pb2.AgentAddress()
+    changed.CopyFrom(good)
+    peer.CopyFrom(rng.choice(peers))
+    peer.MergeFrom(rng.choice(ODD_PEERS))
+    if isinstance(changed, worker_pb2.UpdatePeersRequest):
+        changed.changes.add(**{rng.choice(("owner", "reader")): peer})
+        return changed
+    changed.sequence.request_id, changed.transfer_id = f"r#{rng.getrandbits(64)}", rng.randbytes(16)
+    (changed.reader if isinstance(changed, worker_pb2.PrefillRequest) else changed.source).CopyFrom(peer)
+    return changed
 
 
 def _with_odd_tokens(good: Any, rng: random.Random) -> Any:
