@@ -142,7 +142,7 @@ class SafetensorsWeights:
         for shard in shards:
             try:
                 opened: Any = safe_open(shard, framework="pt")
-            except (OSError, SafetensorError) as error:
+            except (OSError, UnicodeError, SafetensorError) as error:
                 raise ConfigError(f"cannot read {shard}: {error}") from error
             self._files.append(opened)
             self._file_of |= {name: len(self._files) - 1 for name in opened.keys()}  # noqa: SIM118 (no mapping)

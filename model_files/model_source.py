@@ -165,13 +165,16 @@ def content_digest(source: ModelSource) -> str:
 
 
 def _hash_samples(hasher: xxhash.xxh3_64, path: Path) -> None:
-    num_bytes = path.stat().st_size
-    hasher.update(num_bytes.to_bytes(8, "little"))
-    step = max(_SAMPLE_BYTES, num_bytes // _NUM_SAMPLES)
-    with path.open("rb") as file:
-        for offset in range(0, num_bytes, step):
-            file.seek(offset)
-            hasher.update(file.read(_SAMPLE_BYTES))
+    try:
+        num_bytes = path.stat().st_size
+        hasher.update(num_bytes.to_bytes(8, "little"))
+        step = max(_SAMPLE_BYTES, num_bytes // _NUM_SAMPLES)
+        with path.open("rb") as file:
+            for offset in range(0, num_bytes, step):
+                file.seek(offset)
+                hasher.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def _special_ids(source: ModelSource, file: GGUFFile | None, vocab_size: int) -> tuple[frozenset[int], int | None]:

@@ -114,5 +114,8 @@ class NativeStepAttention:
         return self.attended
 
     def _check(self, heads: torch.Tensor) -> None:
+        cache, num_rows = self.backend.cache, len(self.attended)
+        shape = (num_rows, cache.num_heads + 2 * cache.num_kv_heads, cache.head_dim)
+        assert heads.shape == shape, "the kernel reads the heads of every row of the step"
         assert heads.is_contiguous(), "the kernel rotates heads in place"
         assert heads.dtype is self.dtype, "the model and the pool have different dtypes"

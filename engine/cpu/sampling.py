@@ -17,6 +17,7 @@ class NativeDraw:
 
     def __call__(self, adjusted: np.ndarray, sampling: SamplingParams, key: int, allowed: bytes | None = None) -> int:
         adjusted = np.ascontiguousarray(adjusted, np.float32)
+        assert allowed is None or 8 * len(allowed) >= len(adjusted), "the mask ends before the vocabulary"
         if len(self._weights) < len(adjusted):
             self._weights = np.empty(len(adjusted), np.float32)
         token_id: int = self._kernels.draw_token(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save, save_file
 
 from core.errors import TandemError
+from engine.model_weights import allocate_weights
+from engine.weights import CPU, load_weights
 from model_files.gguf_file import GGUFFile
 from model_files.model_source import load_config, resolve_model
 from tests.support.gguf_bytes import TensorBytes, Value, gguf_bytes
@@ -49,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_everything(spec: str) -> None:
-    """Read every file that the router and the workers read, except safetensors."""
+    """Read every file that the router and the workers read, except weights."""
     source = resolve_model(spec)
     load_config(source).inverse_frequencies()
     tokenizer = load_tokenizer(spec)
@@ -168,3 +173,65 @@ def test_any_bytes_of_a_json_file_are_accepted_or_refused(place: Path, data: st.
     name = data.draw(st.sampled_from(sorted(DIRECTORY)))
     content = data.draw(changed(json.dumps(DIRECTORY[name]).encode(), 2000))
     read_or_refuse_with(place, name, content)
+
+
+# ---- the weights of a directory
+
+QUANTIZATIONS = ["none", "int8", "int4", "fp8"]
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool,
+    torch.complex64,
+]  # fmt: skip
+CONFIG_64 = {"hidden_size": 64, "intermediate_size": 64}  # and 4 heads of 16: a wrong shape may have the right size
+
+
+@pytest.fixture(scope="module")
+def weights(place: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A directory that every quantization loads, and its tensors."""
+    directory = place / "weights"
+    write_directory(directory, config=CONFIG_64)
+    slots = allocate_weights(load_config(resolve_model(str(directory))), torch.float32, CPU).slots()
+    tensors = {name: torch.ones(slot.shape) for name, slot in slots.items()}
+    save_file(tensors, directory / "model.safetensors")
+    for quantization in QUANTIZATIONS:
+        load(directory, quantization)
+    return directory, tensors
+
+
+def load(directory: Path, quantization: str) -> None:
+    source = resolve_model(str(directory))
+    load_weights(source, load_config(source), torch.float32, CPU, quantization)
+
+
+@BOUNDED
+@given(data=st.data(), quantization=st.sampled_from(QUANTIZATIONS))
+def test_weights_of_any_shape_dtype_and_scale_are_loaded_or_refused(
+    weights: tuple[Path, dict[str, torch.Tensor]], data: st.DataObject, quantization: str
+) -> None:
+    directory, tensors = weights
+    shapes = st.lists(st.sampled_from([0, 1, 2, 16, 32, 64, 4096]), max_size=3)
+    shapes = shapes.filter(lambda shape: math.prod(shape) < 1 << 16)
+    name, dtype = data.draw(st.sampled_from(sorted(tensors))), data.draw(st.sampled_from(DTYPES))
+    replaced = {name: torch.ones(data.draw(st.just(list(tensors[name].shape)) | shapes)).to(dtype)}
+    if data.draw(st.booleans()):
+        replaced[name + data.draw(st.sampled_from(["_scale", "_scale_inv"]))] = torch.ones(data.draw(shapes))
+    save_file(tensors | replaced, directory / "model.safetensors")
+    blocks = st.none() | st.lists(st.sampled_from([1, 7, 32, 64, 1 << 40]), min_size=2, max_size=2)
+    format_of_codes = {"quant_method": "fp8", "weight_block_size": data.draw(blocks)}
+    write_directory(directory, config=CONFIG_64 | {"quantization_config": format_of_codes})
+    with contextlib.suppress(TandemError):
+        load(directory, quantization)
+
+
+@BOUNDED
+@given(data=st.data(), quantization=st.sampled_from(QUANTIZATIONS))
+def test_any_bytes_of_a_safetensors_file_are_loaded_or_refused(
+    weights: tuple[Path, dict[str, torch.Tensor]], data: st.DataObject, quantization: str
+) -> None:
+    directory, tensors = weights
+    write_directory(directory, config=CONFIG_64)
+    valid = save(tensors)
+    header = 8 + int.from_bytes(valid[:8], "little")
+    (directory / "model.safetensors").write_bytes(data.draw(changed(valid, header)))
+    with contextlib.suppress(TandemError):
+        load(directory, quantization)

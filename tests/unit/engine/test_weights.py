@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,10 +182,11 @@ def test_shapes_for_which_no_machine_has_memory_are_refused(llama_directory: Pat
         load(llama_directory, quantization)
 
 
-def test_the_error_for_a_missing_shard_names_the_file(llama_directory: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+@pytest.mark.parametrize("shard", ["model-00002-of-00002", "config.json", ".", "/dev/zero", "\0", "\ud800"])
+def test_the_error_for_a_shard_that_is_not_there_names_the_file(llama_directory: Path, shard: str) -> None:
+    index = {"weight_map": {"model.norm.weight": shard}}
     (llama_directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="model-00002-of-00002"):
+    with pytest.raises(ConfigError, match=f"cannot read {re.escape(str(llama_directory / shard))}:"):
         logits(str(llama_directory))
 
 

@@ -180,6 +180,13 @@ def test_an_error_names_a_template_file_that_is_not_text(tmp_path: Path) -> None
         load_tokenizer(spec)
 
 
+def test_an_error_names_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    spec = write_directory(tmp_path / "a")
+    (tmp_path / "a" / "model.safetensors").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
+        load_tokenizer(spec)
+
+
 def test_equal_frequency_factors_are_refused() -> None:
     """Equal factors would cause a division by 0."""
     with pytest.raises(ConfigError, match="low_freq_factor"):

@@ -20,6 +20,7 @@ from core.step import ScheduledChunk, SequenceView
 from engine.attention import TorchAttention
 from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
+from engine.cpu.dequantize import BLOCK, DTYPES, KINDS, dequantize_into
 from engine.cpu.kernels import Kernels, usable_flags
 from engine.cpu.linear import NativeLinear
 from engine.cpu.ops import NativeOps
@@ -286,22 +287,36 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return (ours.double() - theirs.double()).abs().max().item() / (1.0 + theirs.abs().max().item())
 
 
-def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], seeds: range) -> list[Difference]:
+def all_differences(
+    kernels: Kernels, dtype: str, head_dims: tuple[int, ...], seeds: range, num_threads: int = 1
+) -> list[Difference]:
     found = []
     for seed in seeds:
         case = AttentionCase(seed, dtype, head_dims[seed % len(head_dims)], longest=150)
-        found += case.differences(kernels) + ops_differences(kernels, seed, dtype)
-        found += quantized_differences(kernels, seed, dtype)
-        found += linear_differences(kernels, seed) if dtype == "bfloat16" else draw_differences(kernels, seed)
+        found += case.differences(kernels, num_threads) + ops_differences(kernels, seed, dtype, num_threads)
+        found += quantized_differences(kernels, seed, dtype, num_threads)
+        if dtype == "bfloat16":
+            found += linear_differences(kernels, seed, num_threads)
+        else:
+            found += draw_differences(kernels, seed)
     return found
+
+
+def dequantize_every_kind(kernels: Kernels) -> None:
+    """Without a comparison, which `test_dequantize.py` makes."""
+    for kind, (_, num_bytes) in KINDS.items():
+        for dtype in DTYPES:
+            slot, raw = torch.empty(3, 2 * BLOCK, dtype=dtype), np.ones((3, 2 * num_bytes), np.uint8)
+            assert dequantize_into(kernels, slot, kind, raw)
 
 
 def main(library: str) -> None:
     usable_flags()  # asks for AMX's registers
     kernels = Kernels(Path(library))
     torch.set_num_threads(1)
+    dequantize_every_kind(kernels)
     for dtype, tolerance in TOLERANCE.items():
-        found = all_differences(kernels, dtype, (32, 64, 96), range(8))
+        found = all_differences(kernels, dtype, (32, 64, 96), range(8), num_threads=3)
         wrong = [difference for difference in found if not difference[1] <= tolerance]
         if wrong:
             raise SystemExit(f"{wrong}")

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from core.request import SamplingParams
 from engine.block_tables import StepTables
 from engine.cpu.attention import _PagedBatch
 from engine.cpu.ops import NativeOps
 from engine.cpu.quantized_linear import NativeQuantizedLinear
+from engine.cpu.sampling import NativeDraw
 from tests.support.c_kernels import need_kernels
 from tests.unit.engine.cpu.kernel_cases import AttentionCase, matrix_of
 
@@ -68,3 +70,19 @@ def test_the_places_of_block_tables_do_not_overflow_in_a_large_array() -> None:
     places = _PagedBatch(case.batch, tables, decodes)._arrays["first_block"]
     assert places.dtype == np.int64
     assert places.tolist() == [row << 15 for row in rows_of_chunks[decodes].tolist()]
+
+
+def test_heads_of_another_shape_than_the_steps_are_refused() -> None:
+    case = AttentionCase(1, "float32", 64)
+    step = case.native(need_kernels(), case.pool()).begin_step(case.batch, case.rotation)
+    for wrong in (case.heads[1:], case.heads[:, 1:], case.heads[..., :32]):
+        with pytest.raises(AssertionError, match="heads of every row"):
+            step.attend(wrong.contiguous(), 0)
+
+
+def test_a_mask_that_is_shorter_than_the_vocabulary_is_refused() -> None:
+    draw, sampling = NativeDraw(need_kernels()), SamplingParams(max_tokens=1)
+    logits = np.zeros(33, np.float32)
+    assert draw(logits, sampling, 1, b"\0\0\0\0\1") == 32
+    with pytest.raises(AssertionError, match="ends before the vocabulary"):
+        draw(logits, sampling, 1, b"\0\0\0\1")
