@@ -96,6 +96,14 @@ def test_an_alias_has_the_numbers_of_its_source_with_its_own_labels() -> None:
     assert sums == [0.5]
 
 
+def test_only_aliases_without_labels_begin_at_zero() -> None:
+    found = page(Metrics(TelemetryConfig(), lambda: ()))
+    for name, alias in ALIASES.items():
+        samples = found[name.removesuffix("_total")].samples
+        assert all(sample.value == 0.0 for sample in samples)
+        assert bool(samples) == (not alias.labels)
+
+
 def test_the_aliases_are_names_of_vllm_with_labels_that_their_source_has() -> None:
     for name, alias in ALIASES.items():
         about = METRICS[alias.source]
