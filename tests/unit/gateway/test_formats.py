@@ -219,6 +219,7 @@ def test_offsets_count_the_characters_of_the_text() -> None:
     entries = [TokenLogprobs(logprob=-1, token=part) for part in (b"a", b"\xc3", b"\x9f", b"b")]
     columns = CompletionLogprobs(10).take(entries)
     assert columns["text_offset"] == [10, 11, 11, 12]
+    assert columns["token_logprobs"] == [-1] * 4
     assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\x9f", "b"]
 
 
@@ -236,6 +237,9 @@ def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: 
     first, second = object_of(CompletionChunks(PAIR, ["x"] * 2), events)["choices"]
     assert (first["text"], second["text"], first["logprobs"]) == ("x", "x", None)
     assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
+    for form in (ChatChunks(HEAD, 1, UsageSum(1, False)), CompletionChunks(HEAD, [""], UsageSum(1, False))):
+        chunks = chunks_of(form, [TokenChunk(text="x", token_ids=[3], logprobs=entries)])
+        assert "token_ids" not in chunks[-1]["choices"][0]
 
 
 IDS_HEAD = replace(HEAD, with_token_ids=True)
@@ -267,6 +271,7 @@ def test_token_ids_are_in_a_completion_where_vllm_has_them(echo: str) -> None:
         assert whole["prompt_token_ids"] == own[0]["prompt_token_ids"]
         assert [part["token_ids"] for part in own] == [[choice, 1], [choice, 2, 3], [choice, 4, 2], []]
         assert whole["token_ids"] == [choice, 1, choice, 2, 3, choice, 4, 2]
+        assert [part["logprobs"] for part in own] == [None] * 4
         assert whole["text"] == "".join(part["text"] for part in own) == f"{echo}abc"
 
 
