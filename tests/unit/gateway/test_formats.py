@@ -148,6 +148,11 @@ def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
     assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
     assert [(item["call_id"], item["arguments"]) for item in items[1::2]] == [("c0", '{"a": 1}'), ("c1", "{}")]
     assert answer["status"] == "completed"
+    form = ResponseEvents(HEAD, {}, UsageSum(1, False))
+    stream = b"".join(push(form, event) for event in (*CALLS, end(num_calls=2))).decode()
+    events = [json.loads(event.partition("data: ")[2]) for event in stream.split("\n\n") if event]
+    ended = [(event["output_index"], event["item"]["type"]) for event in events if event["type"].endswith("item.done")]
+    assert ended == list(enumerate(item["type"] for item in items))
 
 
 def test_a_response_that_ends_at_once_has_an_empty_message() -> None:
