@@ -278,6 +278,7 @@ def test_options_of_a_stream_need_a_stream() -> None:
         (["a", "b"], ["a", "b"]),
         ([[1], [2, 3]], [[1], [2, 3]]),
         (["a", [1]], ["a", [1]]),
+        (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS),
     ],
 )
 def test_the_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import TelemetryConfig
 from runtime.prometheus.metric_series import Buckets, Series
-from runtime.prometheus.metrics import ALIASES, METRICS, ROUTER_METRICS, TYPES, Metric
+from runtime.prometheus.metrics import ALIASES, GATEWAY_METRICS, METRICS, ROUTER_METRICS, TYPES, Metric
 from runtime.prometheus.metrics_page import Metrics, Reading, SharedPage
 from tests.support.waiting import until
 
@@ -73,6 +73,13 @@ def test_the_page_is_text_that_a_parser_reads() -> None:
     names = {family.name for family in text_string_to_metric_families(Metrics(TelemetryConfig(), tuple).text())}
     assert {metric.value.removesuffix("_total") for metric in ROUTER_METRICS} <= names
     assert {name.removesuffix("_total") for name in ALIASES} <= names
+
+
+def test_only_a_router_shows_its_process_and_no_port_is_opened_unasked() -> None:
+    for table in (ROUTER_METRICS, GATEWAY_METRICS):
+        metrics = Metrics(TelemetryConfig(), tuple, table)
+        assert ("process_resident_memory_bytes" in metrics.text()) == (table is ROUTER_METRICS)
+        assert metrics._server is None
 
 
 def test_an_alias_has_the_numbers_of_its_source_with_its_own_labels() -> None:
