@@ -142,14 +142,15 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
 
 
 def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
-    answer = object_of(ResponseEvents(HEAD, {}), [*CALLS, end(num_calls=2)])
+    pushed: list[Event] = [*CALLS, end(num_calls=2)]
+    answer = object_of(ResponseEvents(HEAD, {}), pushed)
     items = answer["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]
     assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
     assert [(item["call_id"], item["arguments"]) for item in items[1::2]] == [("c0", '{"a": 1}'), ("c1", "{}")]
     assert answer["status"] == "completed"
-    form = ResponseEvents(HEAD, {}, UsageSum(1, False))
-    stream = b"".join(push(form, event) for event in (*CALLS, end(num_calls=2))).decode()
+    form = ResponseEvents(HEAD, {})
+    stream = b"".join(push(form, event) for event in pushed).decode()
     events = [json.loads(event.partition("data: ")[2]) for event in stream.split("\n\n") if event]
     ended = [(event["output_index"], event["item"]["type"]) for event in events if event["type"].endswith("item.done")]
     assert ended == list(enumerate(item["type"] for item in items))
