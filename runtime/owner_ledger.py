@@ -14,8 +14,6 @@ Owner = tuple[str, str]
 
 def network_of(address: str) -> str:
     """The network that one client has: the /64 of an IPv6 address, else the address."""
-    if ":" not in address:
-        return address
     try:
         parsed = ipaddress.IPv6Address(address)
     except ValueError:
@@ -65,7 +63,7 @@ class OwnerLedger:
 
     def check(self) -> None:
         assert self.total == self._by_owner.total() == self._by_host.total()
-        assert all(amount > 0 for amount in self._by_owner.values())
+        assert all(amount > 0 for amount in (*self._by_owner.values(), *self._by_host.values()))
         hosts: Counter[str] = Counter()
         for (host, _), amount in self._by_owner.items():
             hosts[host] += amount

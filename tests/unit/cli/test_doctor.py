@@ -350,7 +350,7 @@ def test_a_missing_collector_only_causes_a_warning() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # bound, but not listening
         endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
-        warn_without_collector(TelemetryConfig(otlp_endpoint=endpoint), console)
+        check_before_start(fake_config(telemetry=TelemetryConfig(otlp_endpoint=endpoint)), console)
     assert f"no trace collector answers at {endpoint} " in console.file.getvalue()  # type: ignore[attr-defined]
 
 

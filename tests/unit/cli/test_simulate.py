@@ -16,6 +16,7 @@ from cli.commands.simulate import parse_sweep
 from cli.screens.simulate_report import answer
 from simulator.calibration.costs import BUILT_IN, write_costs
 from simulator.replay.sweep import Axis, Point
+from simulator.shells.cost_model import LinkCost
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tandem_client.stubs.cluster_pb2 import GetFleetResponse
@@ -47,6 +48,13 @@ def test_a_run_prints_and_writes_its_figures(tmp_path: Path, simulate: Callable[
     assert [seed["num_requests"] for seed in written["seeds"]] == [12, 12]
     assert len(written["seeds"][0]["requests"]) == 12
     assert written["seeds"][0]["ttft_s"] != written["seeds"][1]["ttft_s"]
+
+
+@pytest.mark.parametrize("flag", ["--slo-ttft-ms", "--slo-itl-ms"])
+def test_no_request_is_within_a_microsecond(tmp_path: Path, simulate: Callable[..., str], flag: str) -> None:
+    path = tmp_path / "result.json"
+    simulate(*SMALL, "--json", str(path), flag, "0.001")
+    assert json.loads(path.read_text())["seeds"][0]["attainment"] == 0
 
 
 def test_a_sweep_names_the_fewest_workers_and_draws_the_front(tmp_path: Path, simulate: Callable[..., str]) -> None:
@@ -273,8 +281,13 @@ def test_a_worker_without_measured_paths_has_the_speed_of_what_it_has_read() -> 
     fleet = GetFleetResponse()
     for load in (
         worker_pb2.LoadReport(transferred_bytes=6_000, transfer_seconds=2.0),
-        worker_pb2.LoadReport(transferred_bytes=6_000, transfer_seconds=2.0, paths=[{"bytes_per_s": 7.0}]),
+        worker_pb2.LoadReport(
+            transferred_bytes=6_000, transfer_seconds=2.0, paths=[{"bytes_per_s": 7.0, "latency_ms": 2.0}]
+        ),
         worker_pb2.LoadReport(),
     ):
         fleet.workers.add(state=worker_pb2.WORKER_STATE_SERVING).load.CopyFrom(load)
-    assert [[path.bytes_per_s for path in worker.paths] for worker in workers_of(fleet)] == [[3_000.0], [7.0], []]
+    read, measured, unknown = (worker.paths for worker in workers_of(fleet))
+    assert [path.bytes_per_s for path in read] == [3_000.0]
+    assert measured == (LinkCost(7.0, 0.002),)
+    assert not unknown

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.traffic import RequestTotals, RouterTraffic
+from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
 from fleet.planner.backlog import backlog_after
-from fleet.planner.prediction import Demand, FleetModel
+from fleet.planner.prediction import Demand, FleetModel, WorkerModel
 from fleet.planner.quiet_time import MOST_S, REGRET_S, REMEMBERED_S, QuietTime
 from fleet.planner.recent_forecasts import RecentForecasts
 from fleet.planner.traffic_log import CHANGE, TrafficLog
@@ -55,6 +55,15 @@ def test_one_more_worker_is_never_slower(
     assert with_decode.ttft_s <= times.ttft_s * (1 + 1e-9)
     if num_prefill:
         assert model.times(num_prefill + 1, num_decode, demand).ttft_s <= times.ttft_s * (1 + 1e-9)
+
+
+def test_the_worker_in_the_middle_stands_for_its_pool() -> None:
+    costs = [None, *(replace(MODEL.cost, token_s=seconds) for seconds in (5e-5, 1e-5, 4e-5, 2e-5, 3e-5))]
+    workers = [WorkerTraffic(str(number), P, cost, 0.05, 8192, 400_000, 0) for number, cost in enumerate(costs)]
+    model = WorkerModel.of(workers)
+    assert model is not None
+    assert model.cost.token_s == 3e-5
+    assert WorkerModel.of(workers[:1]) is None
 
 
 def test_the_busiest_forecast_of_the_quiet_time_decides() -> None:

@@ -251,7 +251,8 @@ async def test_a_service_placed_on_a_machine_that_leaves_already_starts_again(si
     await site.comes_to_serve("router-0", "prefill-0", "decode-0", "decode-1")
 
 
-async def test_a_worker_drains_when_the_routers_know(site: Site) -> None:
+async def test_a_worker_drains_when_the_routers_know(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "PUBLISH_TIMEOUT_S", 60.0)
     site.routers_answer.clear()
     await site.supervisor.scale({D: 0})
     await asyncio.sleep(0.05)

@@ -7,6 +7,7 @@ import contextlib
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.requests import Request
@@ -211,3 +212,17 @@ async def test_a_refusal_that_still_receives_a_body_ends_whole_when_the_server_s
     assert not request.cancelled(), "uvicorn would log an exception of the application"
     assert request.exception() is None
     assert (sent[0]["status"], sent[-1]["body"], sent[-1]["more_body"]) == (401, b"", False)
+
+
+@pytest.mark.parametrize(("kind", "num_open"), [(b"text/event-stream; charset=utf-8", 1), (b"application/json", 0)])
+async def test_an_answer_counts_as_a_stream_until_its_end(kind: bytes, num_open: int) -> None:
+    metrics, found = GatewayMetrics(), list[int]()
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        found.append(metrics.num_open_streams)
+
+    tracer = Tracer(Telemetry(TelemetryConfig(), SERVICE, "gateway"))
+    middleware = HttpMiddleware(app, GatewayConfig(), AsyncMock(), metrics, tracer)
+    await middleware({"type": "http", "method": "GET", "path": "/v1/models", "headers": []}, AsyncMock(), AsyncMock())
+    assert (found, metrics.num_open_streams) == ([num_open], 0)

@@ -142,12 +142,18 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
 
 
 def test_the_items_of_a_response_keep_the_order_of_text_and_calls() -> None:
-    answer = object_of(ResponseEvents(HEAD, {}), [*CALLS, end(num_calls=2)])
+    pushed: list[Event] = [*CALLS, end(num_calls=2)]
+    answer = object_of(ResponseEvents(HEAD, {}), pushed)
     items = answer["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message", "function_call"]
     assert [item["content"][0]["text"] for item in items[::2]] == ["I ask. ", "Now"]
     assert [(item["call_id"], item["arguments"]) for item in items[1::2]] == [("c0", '{"a": 1}'), ("c1", "{}")]
     assert answer["status"] == "completed"
+    form = ResponseEvents(HEAD, {})
+    stream = b"".join(push(form, event) for event in pushed).decode()
+    events = [json.loads(event.partition("data: ")[2]) for event in stream.split("\n\n") if event]
+    ended = [(event["output_index"], event["item"]["type"]) for event in events if event["type"].endswith("item.done")]
+    assert ended == list(enumerate(item["type"] for item in items))
 
 
 def test_a_response_that_ends_at_once_has_an_empty_message() -> None:
@@ -219,6 +225,7 @@ def test_offsets_count_the_characters_of_the_text() -> None:
     entries = [TokenLogprobs(logprob=-1, token=part) for part in (b"a", b"\xc3", b"\x9f", b"b")]
     columns = CompletionLogprobs(10).take(entries)
     assert columns["text_offset"] == [10, 11, 11, 12]
+    assert columns["token_logprobs"] == [-1] * 4
     assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\x9f", "b"]
 
 
@@ -236,6 +243,9 @@ def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: 
     first, second = object_of(CompletionChunks(PAIR, ["x"] * 2), events)["choices"]
     assert (first["text"], second["text"], first["logprobs"]) == ("x", "x", None)
     assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
+    for form in (ChatChunks(HEAD, 1, UsageSum(1, False)), CompletionChunks(HEAD, [""], UsageSum(1, False))):
+        chunks = chunks_of(form, [TokenChunk(text="x", token_ids=[3], logprobs=entries)])
+        assert "token_ids" not in chunks[-1]["choices"][0]
 
 
 IDS_HEAD = replace(HEAD, with_token_ids=True)
@@ -267,6 +277,7 @@ def test_token_ids_are_in_a_completion_where_vllm_has_them(echo: str) -> None:
         assert whole["prompt_token_ids"] == own[0]["prompt_token_ids"]
         assert [part["token_ids"] for part in own] == [[choice, 1], [choice, 2, 3], [choice, 4, 2], []]
         assert whole["token_ids"] == [choice, 1, choice, 2, 3, choice, 4, 2]
+        assert [part["logprobs"] for part in own] == [None] * 4
         assert whole["text"] == "".join(part["text"] for part in own) == f"{echo}abc"
 
 

@@ -15,7 +15,7 @@ from gateway.field_names import named
 from gateway.routes import chat as chat_route
 from gateway.routes import tokens
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
-from gateway.schemas.completions import CompletionBody, check_completion
+from gateway.schemas.completions import MAX_PROMPTS, CompletionBody, check_completion
 from gateway.schemas.output_format import format_field, output_format_of
 from gateway.schemas.responses import (
     ResponsesBody,
@@ -278,10 +278,18 @@ def test_options_of_a_stream_need_a_stream() -> None:
         (["a", "b"], ["a", "b"]),
         ([[1], [2, 3]], [[1], [2, 3]]),
         (["a", [1]], ["a", [1]]),
+        (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS),
     ],
 )
 def test_the_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
     assert CompletionBody.model_validate({"prompt": prompt}).prompt == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], {}, 1, [1, 2**32], [-1], [True], [["a"]], [1.0], ["a"] * (MAX_PROMPTS + 1)])
+def test_a_prompt_in_no_form_is_refused(prompt: Any) -> None:
+    with pytest.raises(ValidationError, match=r"must be a text(,| or) |must have at most"):
+        CompletionBody.model_validate({"prompt": prompt})
+    assert CompletionBody.model_validate({"prompt": [0, 2**32 - 1]}).prompt == [[0, 2**32 - 1]]
 
 
 @pytest.mark.parametrize("fields", [{"best_of": 2}, {"best_of": 3, "n": 2}, {"echo": True, "logprobs": 0}])

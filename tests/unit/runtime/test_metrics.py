@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import TelemetryConfig
 from runtime.prometheus.metric_series import Buckets, Series
-from runtime.prometheus.metrics import ALIASES, METRICS, ROUTER_METRICS, TYPES, Metric
+from runtime.prometheus.metrics import ALIASES, GATEWAY_METRICS, METRICS, ROUTER_METRICS, TYPES, Metric
 from runtime.prometheus.metrics_page import Metrics, Reading, SharedPage
 from tests.support.waiting import until
 
@@ -75,6 +75,13 @@ def test_the_page_is_text_that_a_parser_reads() -> None:
     assert {name.removesuffix("_total") for name in ALIASES} <= names
 
 
+def test_only_a_router_shows_its_process_and_no_port_is_opened_unasked() -> None:
+    for table in (ROUTER_METRICS, GATEWAY_METRICS):
+        metrics = Metrics(TelemetryConfig(), tuple, table)
+        assert ("process_resident_memory_bytes" in metrics.text()) == (table is ROUTER_METRICS)
+        assert metrics._server is None
+
+
 def test_an_alias_has_the_numbers_of_its_source_with_its_own_labels() -> None:
     running = [
         (Metric.WORKER_RUNNING, 2.0, {"worker": "d-0", "role": "decode"}),
@@ -94,6 +101,14 @@ def test_an_alias_has_the_numbers_of_its_source_with_its_own_labels() -> None:
     assert engines == {"d-0": 2, "d-1": 3}
     sums = [s.value for s in found["vllm:request_prefill_time_seconds"].samples if s.name.endswith("_sum")]
     assert sums == [0.5]
+
+
+def test_only_aliases_without_labels_begin_at_zero() -> None:
+    found = page(Metrics(TelemetryConfig(), lambda: ()))
+    for name, alias in ALIASES.items():
+        samples = found[name.removesuffix("_total")].samples
+        assert all(sample.value == 0.0 for sample in samples)
+        assert bool(samples) == (not alias.labels)
 
 
 def test_the_aliases_are_names_of_vllm_with_labels_that_their_source_has() -> None:

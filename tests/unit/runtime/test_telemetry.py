@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -24,13 +26,17 @@ from tests.support.limits import no_file_larger_than
 PATIENCE_S = 10.0
 
 
-def test_a_span_names_the_instance_of_its_service(tmp_path: Path) -> None:
+def test_a_span_has_its_length_and_names_the_instance_of_its_service(tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     telemetry = Telemetry(TelemetryConfig(trace_file=str(file)), "tandem-router", "router-1.0badcafe")
     record = SpanRecord(SpanName.REQUEST, "tandem-router", "router-1.0badcafe", 0.0, 1.0, {})
+    assert telemetry.enabled
     telemetry.export(telemetry.start_trace({}), [record])
     telemetry.close()
-    attributes = json.loads(file.read_text())["resource"]["attributes"]
+    span = json.loads(file.read_text())
+    start, end = (datetime.fromisoformat(span[name]) for name in ("start_time", "end_time"))
+    assert end - start == timedelta(seconds=1)
+    attributes = span["resource"]["attributes"]
     assert attributes["service.name"] == "tandem-router"
     assert attributes["service.instance.id"] == "router-1.0badcafe"
 
@@ -57,6 +63,7 @@ def test_a_full_disk_costs_spans_and_one_warning_and_tears_no_later_line(
     before, torn, after, last = file.read_text().splitlines()
     assert [json.loads(line)["name"] for line in (before, after, last)] == ["before", "after", "last"]
     assert len(torn) == 10
+    assert file.resolve() not in {Path(f"/proc/self/fd/{number}").resolve() for number in os.listdir("/proc/self/fd")}
 
 
 def test_a_collector_on_this_machine_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

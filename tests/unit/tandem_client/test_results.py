@@ -64,10 +64,10 @@ def test_messages_become_pieces_and_at_the_end_a_completion() -> None:
 def test_keyword_arguments_fill_the_request() -> None:
     request = build_request(
         [{"role": "user", "content": "Hi"}],
-        {"max_tokens": 4, "stop": "\n", "temperature": 0.5, "logit_bias": {7: 1.0}, "logprobs": 2, "user": "alice"},
+        {"max_tokens": 4, "stop": "END", "temperature": 0.5, "logit_bias": {7: 1.0}, "logprobs": 2, "user": "alice"},
     )
     assert request.chat.messages[0] == inference_pb2.ChatMessage(role="user", content="Hi")
-    assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (4, ["\n"])
+    assert (request.stop.max_tokens, list(request.stop.stop_strings)) == (4, ["END"])
     assert (request.sampling.temperature, dict(request.sampling.logit_bias)) == (0.5, {7: 1.0})
     assert (request.logprobs, request.user) == (2, "alice")
     assert list(build_request([1, 2], {}).token_ids.ids) == [1, 2]

@@ -118,6 +118,7 @@ def test_a_policy_that_cannot_work_is_refused() -> None:
     for wrong in ({"max_attempts": 0}, {"first_pause_s": -1.0}, {"first_pause_s": 3.0}):
         with pytest.raises(ValueError, match="max_attempts must be at least 1"):
             RetryPolicy(**wrong)
+    RetryPolicy(max_attempts=1, first_pause_s=2.0, max_pause_s=2.0)
 
 
 # ---- resumed answers
