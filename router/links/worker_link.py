@@ -298,13 +298,14 @@ class WorkerLink:
         self._post(events.PrefillReturned(action.dispatch_id, result))
 
     async def _call_hand_over(self, action: events.HandOver) -> None:
-        """A failure is an answer of the decode call, which waits for the hand-off in vain."""
+        """A failure is the answer of the decode call, which waits in vain, or runs for nobody: it is cancelled."""
         request = worker_pb2.HandOverRequest(transfer_id=encode_transfer_id(action.transfer_id), handoff=action.handoff)
         timeout_s = min(action.timeout_s, CONNECT_TIMEOUT_S)
         try:
             await self._decode.HandOver(request, timeout=timeout_s, metadata=self._credentials.metadata)
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             failed = TransferFailed(f"the decode worker did not take the hand-off: {_failure(error)}")
+            self.cancel(action.dispatch_id)
             self._post(events.DecodeReturned(action.dispatch_id, failed))
 
     async def _call_withdraw(self, action: events.WithdrawOffer) -> None:

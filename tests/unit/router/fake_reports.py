@@ -60,6 +60,8 @@ class FakeWorker:
         self.silent = False  # a token stream has no first message
         self.finish_reason: Any = inference_pb2.FINISH_REASON_STOP  # of each Prefill and Decode call
         self.refusal: BaseException | None = None  # of each Decode call
+        self.waits = False  # each Decode call, until it is cancelled
+        self.num_cancelled = 0  # Decode calls
         self.decodes: list[worker_pb2.DecodeRequest] = []
         self.told: list[list[str]] = []  # the changes of each UpdatePeers call
         self.later_changes: list[list[PeerLeft]] = []  # the link gets the next of them as an UpdatePeers call ends
@@ -102,6 +104,11 @@ class FakeWorker:
         self.decodes.append(request)
         if self.refusal is not None:
             raise self.refusal
+        if self.waits:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_cancelled += 1
         return worker_pb2.DecodeFinished(finish_reason=self.finish_reason, num_tokens=3)
 
     async def event(self) -> Any:

@@ -114,12 +114,18 @@ async def test_a_call_ends_with_one_error_for_the_machine(
 
 
 async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(worker: FakeWorker) -> None:
+    """Also at the worker: its call would wait for the hand-off until the deadline of the request."""
     await worker.joins()
+    worker.waits = True
+    decode(worker)
+    await until(lambda: worker.decodes, "no call")
     worker.link.perform(HandOver("r#1", "w", 7, b"kv", timeout_s=60.0))
     ended = await worker.event()
     assert isinstance(ended, DecodeReturned)
     assert ended.dispatch_id == "r#1"
     assert isinstance(ended.result, TransferFailed)
+    await until(lambda: worker.num_cancelled, "the call goes on", seconds=2.0)
+    assert worker.posted.empty(), "the machine takes one end of the call"
 
 
 async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWorker) -> None:
