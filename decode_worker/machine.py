@@ -224,7 +224,7 @@ class DecodeMachine:
             num_blocks = len(sequence.block_table) + len(pull.targets)
             self.core.held_blocks.note(sequence.sequence_id, num_blocks, now)
             if targets is None:
-                self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
+                self.core.open_calls.enter(sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(sequence.block_table), pull.num_positions)
                 num_tokens, num_known, num_new = sequence.num_tokens, None, 1
                 if pull.is_growing:
@@ -280,7 +280,7 @@ class DecodeMachine:
         if not (token_ids or pull.is_growing):
             self.core.scheduler.drop_blocks(sequence)
             return self._fail_call(name, TransferFailed("the hand-off delivered no first token"))
-        self.core.enter(name, Stage.DECODE, now)
+        self.core.open_calls.enter(name, Stage.DECODE, now)
         self._calls[name].pull = done.stats
         finish_reason = sequence.finish_reason_after(sequence.token_ids[-1], self.core.scheduler.eos_token_ids)
         known = [TokenEvent(name, place, SampledToken(token), None) for place, token in enumerate(token_ids, index)]
@@ -346,7 +346,7 @@ class DecodeMachine:
             self.core.open_calls.records[request_id],
             call.sequence,
         )
-        self.core.enter(request_id, Stage.FINISHED, now)
+        self.core.open_calls.enter(request_id, Stage.FINISHED, now)
         kv_block_seconds = self.core.held_blocks.read(request_id, now)
         self.core.forget_request(request_id)
         num_cached, block_size = sequence.num_cached_tokens, self.core.scheduler.block_size

@@ -228,7 +228,7 @@ class Moves:
 
     def _pause(self, move: Move, now: float) -> list[TransferAction | MoveAction]:
         move.state, move.since, move.sequence.plan_end = MoveState.PAUSING, now, 0
-        self._core.enter(move.sequence.sequence_id, Stage.MOVE, now)
+        self._core.open_calls.enter(move.sequence.sequence_id, Stage.MOVE, now)
         return self._hand_over_if_still(move, now)
 
     def _hand_over_if_still(self, move: Move, now: float) -> list[TransferAction | MoveAction]:
@@ -254,7 +254,7 @@ class Moves:
         sequence.is_moving, sequence.plan_end = False, sequence.max_num_tokens
         self._asks.note_ended(sequence.sequence_id, now)
         if move.state is not MoveState.COPYING:
-            self._core.enter(sequence.sequence_id, Stage.DECODE, now)
+            self._core.open_calls.enter(sequence.sequence_id, Stage.DECODE, now)
 
     def check(self) -> None:
         for request_id, move in self.by_id.items():

@@ -26,11 +26,11 @@ from core.kv_layout import FLOAT8, KVLayout
 from core.model_info import ModelInfo
 from core.output_grammar import Grammars
 from core.request import Request
-from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.drafting import Drafter, Proposer
 from engine.histories import Histories
 from engine.sampling import Sampler
-from engine.step_queue import NOTHING_COMPUTED, Computed, PromisedTokens, StepQueue, tokens_of
+from engine.step_queue import NOTHING_COMPUTED, Computed, PromisedTokens, QueuedRunner, tokens_of
 from model_files.builtin_configs import FAKE_CONFIGS
 from model_files.model_source import describe, resolve_model
 
@@ -38,7 +38,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so the product is a bijectio
 _SHIFT = np.uint64(29)
 
 
-class FakeRunner:
+class FakeRunner(QueuedRunner[StepPlan]):
     """`info` and `layout` set the size; `FakeRunner.from_config` makes both for a spec such as fake:tiny."""
 
     def __init__(
@@ -50,6 +50,7 @@ class FakeRunner:
         drafter: Drafter | None = None,
         step_s: float = 0.0,
     ) -> None:
+        super().__init__()
         self.info = info
         self.layout = layout
         self.num_blocks = num_blocks
@@ -64,7 +65,6 @@ class FakeRunner:
         self._proposer = Proposer(drafter, grammars)
         self._histories = Histories()
         self._step_s = step_s
-        self._steps = StepQueue(self._prepare, self._compute)
 
     @classmethod
     def from_config(
@@ -114,12 +114,6 @@ class FakeRunner:
 
     def start_background_work(self) -> None:
         """The fake runner has no background work."""
-
-    def submit(self, step: StepPlan) -> None:
-        self._steps.submit(step)
-
-    def collect(self) -> StepOutput:
-        return self._steps.collect()
 
     def close(self) -> None:
         self._closed = True

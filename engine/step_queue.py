@@ -1,13 +1,14 @@
 """The submitted steps of a runner: their order, their promised tokens, and their end after an exception.
 
-Every runner has one queue and gives it two functions: `prepare` makes the inputs of a step on the submitting thread,
-and `compute` samples the tokens of the step on the collecting thread. `engine/runner.py` states the law.
+Every runner is a `QueuedRunner` with two functions: `_prepare` makes the inputs of a step on the submitting thread, and
+`_compute` samples the tokens of the step on the collecting thread. `engine/runner.py` states the law.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -39,18 +40,18 @@ class _Submitted(Generic[Inputs]):
     dropped: bool = False
 
 
-class StepQueue(Generic[Inputs]):
+class QueuedRunner(ABC, Generic[Inputs]):
     """One thread calls `submit`, and one thread calls `collect`."""
 
-    def __init__(
-        self,
-        prepare: Callable[[StepPlan], Inputs],
-        compute: Callable[[Inputs, PromisedTokens], Computed],
-    ) -> None:
-        self._prepare = prepare
-        self._compute = compute
+    def __init__(self) -> None:
         self._steps: deque[_Submitted[Inputs]] = deque()
         self._before = NOTHING_COMPUTED  # the step collected last
+
+    @abstractmethod
+    def _prepare(self, step: StepPlan) -> Inputs: ...
+
+    @abstractmethod
+    def _compute(self, inputs: Inputs, promised: PromisedTokens) -> Computed: ...
 
     def submit(self, step: StepPlan) -> None:
         assert len(self._steps) < MAX_STEPS_IN_FLIGHT, f"{MAX_STEPS_IN_FLIGHT} steps are submitted already"

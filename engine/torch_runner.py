@@ -11,7 +11,7 @@ from core.config import EngineConfig
 from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
 from core.output_grammar import Grammars
-from core.step import ScheduledChunk, StepOutput, StepPlan
+from core.step import ScheduledChunk, StepPlan
 from engine.backend import choose_backend, sorted_error
 from engine.drafting import Drafter, Proposer
 from engine.histories import Histories
@@ -21,12 +21,12 @@ from engine.loading import ModelSetup, load_model
 from engine.model import Model
 from engine.sampling import Sampler
 from engine.step_inputs import InputPreparer, PreparedStep
-from engine.step_queue import Computed, PromisedTokens, StepQueue
+from engine.step_queue import Computed, PromisedTokens, QueuedRunner
 
 _StepInputs = tuple[StepPlan, PreparedStep, Sampler]
 
 
-class TorchRunner:
+class TorchRunner(QueuedRunner[_StepInputs]):
     """The constructor loads the model and allocates the pool. Raises `ConfigError` or `ModelNotFound`."""
 
     def __init__(
@@ -36,6 +36,7 @@ class TorchRunner:
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
     ) -> None:
+        super().__init__()
         setup = ModelSetup.of(config, cache_dir)
         if setup.layout.has_scales:
             raise ConfigError(f"kv_dtype = {config.kv_dtype} needs a GPU and kernels = auto: set kv_dtype to auto")
@@ -50,7 +51,6 @@ class TorchRunner:
         self.proposes = drafter is not None
         self._proposer = Proposer(drafter, grammars)
         self._histories = Histories()  # read and written in `_compute` alone
-        self._steps = StepQueue(self._prepare, self._compute)
         self._preparer = InputPreparer(backend.attention, setup.rotary_table(self.num_blocks), setup.device)
         self._model: Model | None = load_model(setup, backend.linear_method, backend.ops, backend.dequantize)
         if setup.device.type == "cpu":
@@ -71,12 +71,6 @@ class TorchRunner:
 
     def start_background_work(self) -> None:
         self._pool.touch_rest()
-
-    def submit(self, step: StepPlan) -> None:
-        self._steps.submit(step)
-
-    def collect(self) -> StepOutput:
-        return self._steps.collect()
 
     def logits(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
         """Compute chunks without promised tokens, for measurements. No step is submitted. # -> float32 [S, vocab]"""

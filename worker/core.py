@@ -166,10 +166,6 @@ class WorkerCore:
         self._prefilling.pop(request_id, None)
         self.held_blocks.forget(request_id)
 
-    def enter(self, request_id: str, stage: Stage, now: float) -> None:
-        """A sequence enters its next stage."""
-        self.open_calls.enter(request_id, stage, now)
-
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
         self.scheduler.abort(sequence.sequence_id)
@@ -219,7 +215,7 @@ class WorkerCore:
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:
             del self._prefilling[request_id]
-            self.enter(request_id, Stage.DECODE, now)
+            self.open_calls.enter(request_id, Stage.DECODE, now)
         return events
 
     def record_step(self, work: StepWork, seconds: float) -> None:
@@ -247,7 +243,7 @@ class WorkerCore:
         for sequence in self.scheduler.take_admitted():
             timeline = self.open_calls.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
-                self.enter(sequence.sequence_id, Stage.PREFILL, now)
+                self.open_calls.enter(sequence.sequence_id, Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
         self._step_works.append(work := work_of(plan.chunks))
         self.stats.num_sequences, self.stats.num_tokens = len(plan.chunks), _num_tokens(work)

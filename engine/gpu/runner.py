@@ -35,7 +35,7 @@ from core.cost.model_work import ModelSizes
 from core.errors import ConfigError, OutOfDeviceMemory, TandemError
 from core.kv_layout import KVLayout
 from core.output_grammar import Grammars, Masks
-from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from core.step import SampledToken, ScheduledChunk, StepPlan
 from engine.drafting import Drafter, Proposer
 from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
@@ -57,7 +57,7 @@ from engine.model import Model
 from engine.quantization import head_weight_bytes
 from engine.runner import StepLimits
 from engine.sampling import NO_MASKS, begin_masks
-from engine.step_queue import Computed, PromisedTokens, StepQueue
+from engine.step_queue import Computed, PromisedTokens, QueuedRunner
 
 _FLOAT8_CAPABILITY = (8, 9)  # Ada and Hopper
 
@@ -85,7 +85,7 @@ class _Step:
         return self.submitted.chunks
 
 
-class GpuRunner:
+class GpuRunner(QueuedRunner[_Step]):
     """The constructor loads the model, sizes and allocates the pool, and captures the graphs.
 
     Raises `ConfigError` or `ModelNotFound`. `device_seconds` is the time of the step collected last on the device.
@@ -103,6 +103,7 @@ class GpuRunner:
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
     ) -> None:
+        super().__init__()
         setup = ModelSetup.of(config, cache_dir)
         limits = limits or StepLimits()
         device = setup.device
@@ -144,7 +145,6 @@ class GpuRunner:
             if with_graphs:
                 self._computer.graphs.capture(graph_sizes(limits, setup.layout.has_scales))
         self._queue.free_cached()
-        self._steps = StepQueue(self._prepare, self._compute)
         self._prepare_lock = threading.Lock()
         self._launch_lock = threading.Lock()
         self._submitted: deque[_Step] = deque(maxlen=2)  # the newest steps
@@ -167,12 +167,6 @@ class GpuRunner:
 
     def start_background_work(self) -> None:
         self._pool.touch_rest()
-
-    def submit(self, step: StepPlan) -> None:
-        self._steps.submit(step)
-
-    def collect(self) -> StepOutput:
-        return self._steps.collect()
 
     def logits(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
         """Compute chunks without promised tokens, for measurements. No step is submitted. # -> float32 [S, vocab]"""

@@ -141,18 +141,15 @@ class AnswerCollector:
         self._form.fold(self._form.of_filtered(choice))
 
 
-async def answer_stream(request: Request, call: Call, form: AnswerForm) -> Response:
-    _count_time_before(request)
+async def answer(request: Request, call: Call, form: AnswerForm, as_stream: bool | None) -> Response:
     metrics: GatewayMetrics = request.app.state.metrics
+    metrics.added_before.observe(time.perf_counter() - request.state.arrived_at)
+    if not as_stream:
+        await while_connected(request.receive, call.generate(AnswerCollector(form)))
+        return ObjectResponse(json_pieces(form.result()), call.headers())
     stream = EventStream(form, call.headers(), metrics.added_per_message.observe)
     await stream.begin(call.generate(stream), request.receive)
     return stream
-
-
-async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:
-    _count_time_before(request)
-    await while_connected(request.receive, call.generate(AnswerCollector(form)))
-    return ObjectResponse(json_pieces(form.result()), call.headers())
 
 
 class ObjectResponse(Response):
@@ -173,8 +170,3 @@ class ObjectResponse(Response):
                 await send({"type": "http.response.body", "body": bytes(part), "more_body": bool(pieces)})
                 part.clear()
                 await asyncio.sleep(0)
-
-
-def _count_time_before(request: Request) -> None:
-    metrics: GatewayMetrics = request.app.state.metrics
-    metrics.added_before.observe(time.perf_counter() - request.state.arrived_at)

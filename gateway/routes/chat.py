@@ -15,7 +15,7 @@ from gateway.fleets import fleets_of
 from gateway.formats.chat import ChatChunks
 from gateway.guardrails import Guardrail, Message
 from gateway.prompt_guardrail import check_chat, refuse_tokens, texts_of
-from gateway.routes.answering import Call, Given, answer_object, answer_stream
+from gateway.routes.answering import Call, Given, answer
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, num_logprobs, wire_choice, wire_messages, wire_tools
 from gateway.schemas.fields import CHAT, check_extra
@@ -31,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
         names["max_tokens"] = "max_completion_tokens"
     call = await prepare_chat(request, body, given, "chatcmpl-", names)
     form = ChatChunks(call.head(body.stream_options))
-    return await (answer_stream if body.stream else answer_object)(request, call, form)
+    return await answer(request, call, form, body.stream)
 
 
 def _given(body: ChatBody) -> Given:

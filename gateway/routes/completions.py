@@ -14,7 +14,7 @@ from gateway.formats.completion import CompletionChunks
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import while_connected
 from gateway.prompt_guardrail import check_text, refuse_tokens
-from gateway.routes.answering import Call, Given, answer_object, answer_stream
+from gateway.routes.answering import Call, Given, answer
 from gateway.routes.calls import beside_the_loop, call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schemas.fields import COMPLETION, check_extra
@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
     call, echoes = await while_connected(request.receive, _prepare(request, body, given, prompts))
     opening = [echo for echo in echoes for _ in range(body.num_choices)]
     form = CompletionChunks(call.head(body.stream_options), opening)
-    return await (answer_stream if body.stream else answer_object)(request, call, form)
+    return await answer(request, call, form, body.stream)
 
 
 def _given(body: CompletionBody) -> tuple[Given, list[str | TokenIds]]:

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from gateway.formats.encoded import EncodedValue
 from gateway.formats.responses import ResponseEvents
-from gateway.routes.answering import Given, answer_object, answer_stream
+from gateway.routes.answering import Given, answer
 from gateway.routes.calls import read_body
 from gateway.routes.chat import given_chat, prepare_chat
 from gateway.schemas.chat import wire_choice, wire_tool
@@ -29,7 +29,7 @@ async def responses(request: Request) -> Response:
     body, (given, echoed) = await read_body(request, ResponsesBody, _given)
     call = await prepare_chat(request, body, given, "resp_", field_names(body))
     form = ResponseEvents(call.head(), echoed)
-    return await (answer_stream if body.stream else answer_object)(request, call, form)
+    return await answer(request, call, form, body.stream)
 
 
 def _given(body: ResponsesBody) -> tuple[Given, dict[str, EncodedValue]]:

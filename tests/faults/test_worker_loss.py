@@ -69,7 +69,7 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
             num_lost += 1
             raise DeviceLost("an illegal memory access was encountered")
 
-        monkeypatch.setattr(runner_of(victim)._steps, "_compute", lose)
+        monkeypatch.setattr(runner_of(victim), "_compute", lose)
         error = await asyncio.wait_for(victim.failed(), 10)
         assert isinstance(error, DeviceLost)
         assert num_lost == 1, "a lost device gets a second step"

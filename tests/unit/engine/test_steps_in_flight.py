@@ -24,7 +24,7 @@ from engine.gpu import graphs
 from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
 from engine.runner import Runner, StepDropped, StepLimits
-from engine.step_queue import Computed, PromisedTokens, StepQueue
+from engine.step_queue import Computed, PromisedTokens
 from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
@@ -96,8 +96,7 @@ def collect(runner: Runner, *decodes: Decode) -> None:
 
 def fail(runner: Runner) -> None:
     """The oldest step raises an exception."""
-    steps: StepQueue[Any] = runner._steps  # type: ignore[attr-defined]
-    with patch.object(steps, "_compute", side_effect=MemoryError), pytest.raises(MemoryError):
+    with patch.object(runner, "_compute", side_effect=MemoryError), pytest.raises(MemoryError):
         runner.collect()
 
 
@@ -204,15 +203,14 @@ def test_a_sequence_that_failed_fails_in_the_step_behind_too_and_its_neighbour_c
     requests = [request("a", PROMPT), request("b", PROMPT[3:])]
     a, b = Decode(requests[0], [4, 1, 7, 2]), Decode(requests[1], [9, 8, 6, 5])
     error = OutOfDeviceMemory("no memory for b")
-    steps: StepQueue[Any] = runner._steps  # type: ignore[attr-defined]
-    compute = steps._compute
+    compute = runner._compute  # type: ignore[attr-defined]
 
     def fail_for_b(inputs: object, promised: PromisedTokens) -> Computed:
         sampled = dict(compute(inputs, promised).sampled)
         del sampled["b"]
         return Computed(sampled, {"b": error})
 
-    with patch.object(steps, "_compute", fail_for_b):
+    with patch.object(runner, "_compute", fail_for_b):
         submit(runner, 0, a, b)
         submit(runner, 1, a, b)
         first = runner.collect()
