@@ -222,7 +222,7 @@ async def test_an_answer_counts_as_a_stream_until_its_end(kind: bytes, num_open:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         found.append(metrics.num_open_streams)
 
-    tracer = Tracer(Telemetry(TelemetryConfig(), SERVICE, "gateway"))
-    middleware = HttpMiddleware(app, GatewayConfig(), AsyncMock(), metrics, tracer)
+    telemetry = Telemetry(TelemetryConfig(), SERVICE, "gateway")
+    middleware = HttpMiddleware(app, GatewayConfig(), AsyncMock(), metrics, telemetry)
     await middleware({"type": "http", "method": "GET", "path": "/v1/models", "headers": []}, AsyncMock(), AsyncMock())
     assert (found, metrics.num_open_streams) == ([num_open], 0)

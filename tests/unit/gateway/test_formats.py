@@ -243,7 +243,7 @@ def test_log_probabilities_are_the_same_in_one_object_and_in_chunks(num_tokens: 
     first, second = object_of(CompletionChunks(PAIR, ["x"] * 2), events)["choices"]
     assert (first["text"], second["text"], first["logprobs"]) == ("x", "x", None)
     assert second["logprobs"] == json.loads(json.dumps(CompletionLogprobs(1).take(entries)))
-    for form in (ChatChunks(HEAD, 1, UsageSum(1, False)), CompletionChunks(HEAD, [""], UsageSum(1, False))):
+    for form in (ChatChunks(HEAD), CompletionChunks(HEAD, [""])):
         chunks = chunks_of(form, [TokenChunk(text="x", token_ids=[3], logprobs=entries)])
         assert "token_ids" not in chunks[-1]["choices"][0]
 
