@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from core.config import RouterConfig
@@ -477,3 +477,8 @@ class RouterMachine:
         self._moves.check(self._requests.values())
         self._liveness.check()
         self.workers.check()
+
+    def check_calls(self, dispatch_ids: Iterable[str]) -> None:
+        """Each call that the shell has open is of an attempt or of a move: the machine has cancelled the others."""
+        left = set(dispatch_ids) - self._dispatches.by_id.keys() - self._moves.by_id.keys()
+        assert not left, f"calls that nobody will end are open: {left}"

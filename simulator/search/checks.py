@@ -171,10 +171,11 @@ class Oracle:
         self._world.counts["retried"] += outcome.attempts > 1
 
     def _may_recompute(self, num_tokens: int, call: _CallRecord) -> bool:
-        """A sequence of the call was preempted, or its hand-off lost its blocks likewise. Or a worker that drained
-        refused the call, with its prompt computed already: no cache keeps a block that is not full."""
+        """A sequence of the call was preempted, or its hand-off lost its blocks likewise, or was not taken. Or a worker
+        that drained refused the call, with its prompt computed already: no cache keeps a block that is not full."""
         largest = max(spec.layout.block_size for spec in self._scenario.workers)
-        return self._marked("preemption", call) or (self._marked("WorkerDrains", call) and num_tokens <= largest)
+        is_lost = self._marked("preemption", call) or self._marked("failed hand-off", call)
+        return is_lost or (self._marked("WorkerDrains", call) and num_tokens <= largest)
 
     def lost(self, request_id: str) -> None:
         """The router of the request is dead, and the client does not resume, or has no time for it."""

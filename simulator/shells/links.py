@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
+from core.errors import DeadlineExceeded, TandemError, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
 from core.service import Endpoint
@@ -29,10 +29,13 @@ from simulator.virtual.world import SimulationError, World
 
 RECONNECT_S = 0.3
 CONNECT_TIMEOUT_S = 2.0
+LOST_ANSWERS = 0.1  # of hand-offs
 
 
 class StreamLinks:
     """One stream in each direction between a router and each worker. Nothing is lost."""
+
+    open_calls = ()  # not known
 
     def __init__(self, world: World, router: RouterShell, workers: Mapping[str, WorkerShell], delay_s: float) -> None:
         self._workers, self._router, name = workers, router, router.name
@@ -59,9 +62,6 @@ class StreamLinks:
         call.tokens = self._tokens[worker_id] if role is ServiceRole.DECODE else None
         call.reply = partial(self._answer, call, worker)
         call.to_worker.send(partial(worker.accept, call, arrived))
-
-    def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
-        self._to_worker[worker_id].send(partial(self._workers[worker_id].post, arrived))
 
     def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None:
         worker, line = self._workers[worker_id], self._to_router[worker_id]
@@ -97,6 +97,10 @@ class BreakableLinks:
         self._streams: dict[str, _ReportStream] = {}  # by worker id
         self._token_streams: dict[str, Call] = {}  # open here, by worker id
         self._peer_lines: dict[str, Line] = {}  # by name of the worker
+
+    @property
+    def open_calls(self) -> list[str]:
+        return [dispatch_id for dispatch_id, _ in self._calls]
 
     def close(self) -> None:
         """Each connection to a worker breaks."""
@@ -177,17 +181,18 @@ class BreakableLinks:
 
         call.to_worker.send(deliver)
 
-    def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None:
-        node = self._linked(worker_id)
-        self._network.line(self._router.name, worker_id).send(partial(node.post, arrived))
-
     def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None:
-        """Reliable while the worker lives. A dead worker refuses."""
+        """Reliable while the worker lives, but the answer of a hand-off may be lost. A dead worker refuses."""
         node = self._linked(worker_id)
         back = self._network.line(worker_id, self._router.name)
 
         def answer(error: TandemError) -> None:
             back.send(partial(refuse, error))
+
+        if isinstance(event, HandoffArrived) and self._world.chance(LOST_ANSWERS):
+            self._world.counts["hand-off without an answer"] += 1
+            after_s = min(CONNECT_TIMEOUT_S, self._world.random.expovariate(1 / RECONNECT_S))
+            self._world.after(after_s, partial(refuse, DeadlineExceeded("no answer")))
 
         def deliver() -> None:
             if node.alive:

@@ -5,12 +5,12 @@ The process may die. The next one starts at the same address with an empty machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, assert_never
 
 from core.config import RouterConfig
-from core.errors import TandemError
+from core.errors import TandemError, TransferFailed
 from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request
@@ -48,9 +48,12 @@ class Clients(Protocol):
 class Links(Protocol):
     """The connections of a router to its workers."""
 
-    def call(self, dispatch_id: str, worker_id: str, number: int, role: ServiceRole, arrived: Arrived) -> None: ...
+    @property
+    def open_calls(self) -> Iterable[str]:
+        """Dispatch ids of the Prefill and Decode calls that the router waits for."""
+        ...
 
-    def hand_over(self, worker_id: str, arrived: HandoffArrived) -> None: ...
+    def call(self, dispatch_id: str, worker_id: str, number: int, role: ServiceRole, arrived: Arrived) -> None: ...
 
     def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None: ...
 
@@ -111,6 +114,7 @@ class RouterShell:
             self._perform(action)
         if self._world.is_checked:
             self.machine.check()
+            self.machine.check_calls(self.links.open_calls)
         self._timer.update()
 
     def arrive(
@@ -156,7 +160,8 @@ class RouterShell:
                 self.links.ask(worker_id, OfferWithdrawn(transfer_id), lambda _: None)
             case events.HandOver(dispatch_id, worker_id, transfer_id, handoff):
                 note(f"router: hand-off of {dispatch_id} to {worker_id}")
-                self.links.hand_over(worker_id, HandoffArrived(transfer_id, handoff))
+                handed_over = HandoffArrived(transfer_id, handoff)
+                self.links.ask(worker_id, handed_over, lambda e: self._fail_hand_over(dispatch_id, e))
             case events.StartMove(dispatch_id, source_id, worker_id, transfer_id, reader, num_tokens):
                 note(f"router: move {source_id} to {dispatch_id}")
                 arrived = MoveArrived(source_id, transfer_id, reader, num_tokens)
@@ -181,3 +186,8 @@ class RouterShell:
                 self._clients.failed(request_id, error)
             case _:
                 assert_never(action)
+
+    def _fail_hand_over(self, dispatch_id: str, error: TandemError) -> None:
+        self._world.marks.add(f"failed hand-off of {dispatch_id}")
+        self.links.cancel(dispatch_id)
+        self.post(events.DecodeReturned(dispatch_id, TransferFailed(f"the hand-off was not taken: {error}")))

@@ -33,6 +33,7 @@ from decode_worker.events import (
     DecodeFailed,
     EmitTokens,
     HandedOver,
+    HandoffArrived,
     MoveArrived,
     ResumeArrived,
 )
@@ -73,7 +74,7 @@ from worker.view import WorkerMachineView
 
 TOLERANCE_S = 0.001  # of a timer
 
-Asked = MoveArrived | ResumeArrived | PrefixRequested | OfferWithdrawn
+Asked = MoveArrived | ResumeArrived | PrefixRequested | OfferWithdrawn | HandoffArrived
 SendReport = Callable[[events.WorkerJoined | events.WorkerReported], None]
 
 
@@ -292,7 +293,7 @@ class WorkerShell:
         event: Asked,
         refuse: Callable[[TandemError], None] = lambda _: None,
     ) -> None:
-        """`refuse` gets the error of a move, or of an offer, that cannot begin."""
+        """`refuse` gets the error of a move, an offer or a hand-off that cannot begin."""
         if self._inbox is not None:
             self._inbox.append((event, refuse))
             return
@@ -447,7 +448,10 @@ class WorkerShell:
                 case (Call() as call, arrived):
                     if self.calls.get(call.call_id) is call:
                         self._accept(call, arrived)
-                case (MoveArrived() | ResumeArrived() | PrefixRequested() | OfferWithdrawn() as event, refuse):
+                case (
+                    MoveArrived() | ResumeArrived() | PrefixRequested() | OfferWithdrawn() | HandoffArrived() as event,
+                    refuse,
+                ):
                     self.ask(event, refuse)
                 case _:
                     self.post(item)

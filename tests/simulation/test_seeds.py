@@ -53,6 +53,7 @@ ON_DISKS_MUST_HAPPEN = (
 VLLM_FAULTS_THAT_MUST_HAPPEN = (
     "engine dies", "engine hangs", "load fails", "kept KV is gone", "expired lease", "aborted in the engine", "dies",
     "vanishes", "stops", "drained to the end", "router dies", "finished disaggregated", "finished recomputed",
+    "hand-off without an answer",
 )  # fmt: skip
 
 

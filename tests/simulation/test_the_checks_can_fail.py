@@ -247,6 +247,10 @@ def _find_anything(self: SimulatedDisk, action: ReadBlocks, num_read: int) -> li
     return [None if kept is None else kept[1][::-1] for kept in found]
 
 
+def only_tell_the_machine(self: RouterShell, dispatch_id: str, _: TandemError) -> None:
+    self.post(events.DecodeReturned(dispatch_id, TransferFailed("not taken")))
+
+
 BROKEN = {
     "a worker that believes the promise of the source of a prefix": Broken(
         ("is right",), ((Prefixes, "end", _use_all), (Prefixes, "offer", _offer_half))
@@ -297,6 +301,11 @@ BROKEN = {
         ((VllmMachine, "next_deadline", lambda self: self.open_calls.deadlines.next()),),
         make=make_vllm_scenario,
         first_seed=4,
+    ),
+    "a link that leaves the call of a failed hand-off open": Broken(
+        ("calls that nobody will end are open",),
+        ((RouterShell, "_fail_hand_over", only_tell_the_machine),),
+        make=make_vllm_scenario,
     ),
     "an engine that keeps KV for ever": Broken(
         ("prompts kept for others",), ((VllmShell, "_expire", ignore),), make=make_vllm_scenario, first_seed=2
