@@ -227,7 +227,7 @@ class RouterMachine:
 
     def _on_decode(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
         result = event.result
-        moved = self._moves.on_returned(event)
+        moved = self._moves.on_returned(event, now)
         routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None:
             return moved
@@ -317,7 +317,7 @@ class RouterMachine:
         if isinstance(error, WorkerUnavailable | QueueFull | OutOfDeviceMemory):
             self.workers.suspect(worker_id)
         self._end_read_of_failed(routed, error, worker_id, now)
-        if self._moves.survives(routed, error):
+        if self._moves.survives(routed, error, now):
             return []
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:

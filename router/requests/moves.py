@@ -68,7 +68,7 @@ class OpenMoves:
             return []
         return self._fail_target(routed, event.error)
 
-    def on_returned(self, event: events.DecodeReturned) -> list[RouterAction]:
+    def on_returned(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
         """Call it for each answer of a Decode call, before the current dispatch is looked up: it may become another."""
         result, dispatch_id = event.result, event.dispatch_id
         has_moved = isinstance(result, DecodeResult) and result.finish_reason is FinishReason.HANDOFF
@@ -79,7 +79,7 @@ class OpenMoves:
         if routed is None:
             return []
         if not self._is_target(routed, dispatch_id):
-            self._source_returned(routed, dispatch_id, result)
+            self._source_returned(routed, dispatch_id, result, now)
             return []
         assert routed.move is not None
         routed.move.target.decode_open = False
@@ -95,12 +95,12 @@ class OpenMoves:
             return self._fail_target(routed, error)
         return []  # a source has handed over, and no answer of it is needed
 
-    def survives(self, routed: RoutedRequest, error: TandemError) -> bool:
+    def survives(self, routed: RoutedRequest, error: TandemError, now: float) -> bool:
         """The current dispatch has failed. Whether it had handed over: then the target goes on."""
         if routed.move is None or routed.move.first_index is None:
             return False
         source = self._take_over(routed)
-        self._source_returned(routed, source.dispatch_id, error)
+        self._source_returned(routed, source.dispatch_id, error, now)
         return True
 
     def accept(self, routed: RoutedRequest, call: int, index: int) -> bool:
@@ -198,13 +198,17 @@ class OpenMoves:
         resume = events.ResumeSequence(source.dispatch_id, source.candidate.decode_worker, move.target.transfer_id)
         return [*actions, resume]
 
-    def _source_returned(self, routed: RoutedRequest, dispatch_id: str, result: DecodeResult | TandemError) -> None:
+    def _source_returned(
+        self, routed: RoutedRequest, dispatch_id: str, result: DecodeResult | TandemError, now: float
+    ) -> None:
         """The call of a source has ended after the target has taken over."""
         source = next(dispatch for dispatch in routed.left if dispatch.dispatch_id == dispatch_id)
         self._workers.remove_dispatch(source.candidate.decode_worker, dispatch_id)
         source.decode_open = False
         if isinstance(result, DecodeResult):
             source.decode = result
+            if source.transfer_id is None:  # it has computed the prompt
+                self._dispatches.end_read(source, result.read_tokens, now)
             routed.earlier.append(result)
             routed.kv_block_seconds += result.kv_block_seconds
             routed.num_recomputed_tokens += result.recomputed_tokens

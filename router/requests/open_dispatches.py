@@ -134,6 +134,8 @@ class OpenDispatches:
         dispatch = routed.dispatch
         if dispatch is None or dispatch.transfer_id is None or not result.handoff or result.finish_reason is not None:
             return []
+        if not dispatch.decode_open:  # nobody waits for it, and the worker may have left
+            return []
         worker_id, timeout_s = dispatch.candidate.decode_worker, max(0.0, routed.deadline - now)
         return [events.HandOver(dispatch.dispatch_id, worker_id, dispatch.transfer_id, result.handoff, timeout_s)]
 

@@ -73,6 +73,7 @@ BOUNDED = (
     "router.routing.policy.Candidate",
     "router.routing.prefix_index.",
     "kv_transfer.offered_digests.",
+    "kv_transfer.protocol.plan.",  # one of each pair of workers, made with its first read
     "kv_transfer.protocol.peers.TransferCounters.",
     "kv_transfer.protocol.owner.Owner._ended",
     "kv_transfer.protocol.puller.Puller._ended",

@@ -334,6 +334,27 @@ a call with it has not begun and it is asked again
 )
 
 
+test_a_request_that_moves = transcripts(
+    """
+its read has ended once the call of the worker that read returns
+  enter D1 token_s=0.001 gives_prefixes=1
+  enter S token_s=0.001 gives_prefixes=1 state=draining cached=40
+  arrives a prompt=41 max_tokens=20 -> decode a#1 D1 reads 40 tokens of S/1; offer a#1 S to D1/1 1..40 within 0.054 s
+  enter D2
+  reports D2 takes_moves=1
+  tokens_from a#1 0 7..10           -> deliver a 0: 7..10
+  reports D1 draining takes_moves=1
+  asks a#1 -> decode a#2 D2 from D1/2 behind 7..10 moves; move a#1 D1 to a#2 D2/2 45 tokens
+  hands_over a#1 4
+  ends a#1 handoff read_tokens=40
+  cancelled a                       -> cancel a#2; fail a RequestCancelled: cancelled by the client
+  lost D2
+  reports D1 token_s=0.001 gives_prefixes=1
+  arrives b prompt=41               -> decode b#1 D1 reads 40 tokens of S/3; offer b#1 S to D1/3 1..40 within 0.058 s
+"""
+)
+
+
 def with_sources(*names: str) -> DrivenRouter:
     router = DrivenRouter(prefill=(), decode=())
     for name in ("P", "D", *names):

@@ -50,6 +50,13 @@ the hand-off of an engine goes to the decode worker before the first token to th
   time 2
   prefilled r#1 11 handoff=kv -> hand over r#1 D/1 kv in 58 s; deliver r 0: 11
 
+no hand-off goes to a decode call that has returned
+  fleet P D
+  arrives r                   -> decode r#1 D from P/1; prefill r#1 P for D/1
+  tokens_from r#1 1 12
+  ends r#1 num_tokens=2
+  prefilled r#1 11 handoff=kv -> deliver r 0: 11 12; finish r length, disaggregated, 2 tokens
+
 a stop string ends the request and its calls
   fleet P D
   arrives r        -> decode r#1 D from P/1; prefill r#1 P for D/1
