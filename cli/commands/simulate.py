@@ -184,10 +184,12 @@ def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
 
 def _check_used(options: Mapping[str, Any]) -> None:
     """Refuses options that the workload does not use."""
-    is_synthetic = options["workload"] == SYNTHETIC
-    needs = dict.fromkeys(OF_FILES, "a file as --workload") if is_synthetic else {}
-    needs |= {} if is_synthetic else dict.fromkeys(OF_SYNTHETIC, "synthetic requests")
-    needs |= {} if options["arrivals"] == "gamma" else {"burstiness": "--arrivals gamma"}
+    if options["workload"] == SYNTHETIC:
+        needs = dict.fromkeys(OF_FILES, "a file as --workload")
+    else:
+        needs = dict.fromkeys(OF_SYNTHETIC, "synthetic requests")
+    if options["arrivals"] != "gamma":
+        needs["burstiness"] = "--arrivals gamma"
     for flag in SIMULATE_FLAGS:
         if flag.parameter in needs and options[flag.parameter] != flag.default:
             raise ConfigError(f"--{flag.name} needs {needs[flag.parameter]}")

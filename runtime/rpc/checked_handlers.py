@@ -60,8 +60,7 @@ def checked(handler: Any, abort: Abort) -> Any:
         async for message in messages:
             yield await read(message, context)
 
-    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-    behave = getattr(handler, kind)
+    behave = getattr(handler, _kind_of(handler))
 
     async def argument(raw: Any, context: Any) -> Any:
         return read_all(raw, context) if handler.request_streaming else await read(raw, context)
@@ -73,7 +72,16 @@ def checked(handler: Any, abort: Abort) -> Any:
         async for response in behave(await argument(raw, context), context):
             yield response
 
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(
-        answer_all if inspect.isasyncgenfunction(behave) else answer, response_serializer=handler.response_serializer
-    )
+    return of_same_kind(handler, answer_all if inspect.isasyncgenfunction(behave) else answer)
+
+
+def of_same_kind(handler: Any, behave: Callable[[Any, Any], Any]) -> Any:
+    """A handler that gives requests as bytes to `behave`, and is otherwise as `handler`."""
+    make = getattr(grpc, f"{_kind_of(handler)}_rpc_method_handler")
+    return make(behave, response_serializer=handler.response_serializer)
+
+
+def _kind_of(handler: Any) -> str:
+    """As in gRPC's names, e.g. "unary_stream"."""
+    request, response = handler.request_streaming, handler.response_streaming
+    return f"{'stream' if request else 'unary'}_{'stream' if response else 'unary'}"

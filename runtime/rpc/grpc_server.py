@@ -33,7 +33,7 @@ from core.errors import (
 )
 from core.service import join_address
 from runtime.rpc.api_keys import ApiKeys
-from runtime.rpc.checked_handlers import CheckedHandlers
+from runtime.rpc.checked_handlers import CheckedHandlers, of_same_kind
 from runtime.rpc.security import OPEN, Credentials, ServerRules, has_token, without_token
 
 STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
@@ -167,17 +167,7 @@ def _refusing(handler: Any, error: TandemError) -> Any:
     async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
 
-    if handler.request_streaming:
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-    else:
-        make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-    return make(refuse)
+    return of_same_kind(handler, refuse)
 
 
 class GrpcServer:
