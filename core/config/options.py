@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the value of an option must be."""
+    """The values that an option takes, and whether a running service takes a new one."""
 
     least: float = 0  # of a number
     most: float | None = None  # likewise; None: the largest of its kind

@@ -15,7 +15,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity, and no NaN: `max` takes its first
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every part of one answer repeats, and what the client wants of it."""
+    """The fields that every part of one answer repeats, and the options of the client for the answer."""
 
     id: str
     model: str

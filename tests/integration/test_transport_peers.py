@@ -127,8 +127,8 @@ def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
 
 @pytest.mark.skipif(not OVER_SHARED_MEMORY, reason="over TCP the bytes come later")
 def test_over_shared_memory_a_read_has_copied_when_its_start_returns(owner: OwnerProcess) -> None:
-    """What makes hashing a slice cheap: without it each slice would wait for a poll. On a busy machine a read may still
-    find the connection being made, and waits for it: those come first."""
+    """So a slice is hashed at once, without a poll between. On a busy machine the first reads may still wait until UCX
+    has made the connection."""
     transport, array = reader_of(owner)
 
     def has_copied(block: int) -> bool:

@@ -206,6 +206,6 @@ class Fleet:
     # ---- for a test that fails
 
     async def failures_of(self, request_id: str) -> str:
-        """What ended the failed attempts of a request, as its trace tells it."""
+        """The errors that ended attempts of a request, from its trace."""
         trace = await self.cluster.GetTrace(cluster_pb2.GetTraceRequest(id=request_id))
         return "; ".join(f"{s.start_ms:.0f} ms {s.name} on {s.process}: {s.error}" for s in trace.spans if s.error)
