@@ -81,6 +81,7 @@ def test_a_step_hangs_by_its_own_time_whatever_the_steps_before_it_took(
 
 
 async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_its_pool() -> None:
+    others = transfer_threads()  # of tests before this one
     worker = build_decode_worker(tiny_config(), place(1))
     try:
         endpoint = await worker.start()
@@ -105,4 +106,8 @@ async def test_an_idle_worker_changes_its_role_and_keeps_its_name_its_agent_and_
             decode._driver.refuse_if_stopped()
     finally:
         await worker.stop()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-")]
+    assert not transfer_threads() - others
+
+
+def transfer_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("transfer-")}
