@@ -125,6 +125,7 @@ class OpenFile:
             raise
         opened = cls(descriptor, directory, file_name)
         try:
+            _remove_other_names(descriptor, file_name, directory)
             os.fchmod(descriptor, 0o600)
             opened.touch()
             if os.fstat(descriptor).st_size > max_bytes:
@@ -202,10 +203,11 @@ def _open_directory(place: str, option: str) -> int:
 
 
 def _taken_over(name: str, directory: int, is_useful: Callable[[Disk], bool]) -> int | None:
-    """The descriptor of another worker's file, which has got this name; None if one has it already, or none is useful.
+    """The descriptor of another worker's file, which has got this name too; None if one has it already, or none is
+    useful.
 
     Both workers of a race end with a file of their own: who comes later finds no file, or a locked one. Another fleet
-    of this user may have a worker of this name, so the name is a link at first: a rename would replace its file.
+    of this user may have a worker of this name: a rename would replace its file.
     """
 
     def last_used(other: str) -> float:
@@ -223,7 +225,6 @@ def _taken_over(name: str, directory: int, is_useful: Callable[[Disk], bool]) ->
             try:
                 if is_useful(OpenFile(descriptor, directory, other)):
                     os.link(other, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-                    os.unlink(other, dir_fd=directory)
                     return descriptor
             except FileExistsError:
                 os.close(descriptor)
@@ -233,6 +234,14 @@ def _taken_over(name: str, directory: int, is_useful: Callable[[Disk], bool]) ->
                 raise
             os.close(descriptor)
     return None
+
+
+def _remove_other_names(descriptor: int, name: str, directory: int) -> None:
+    """Of a file that was taken over, now or by a process that was killed meanwhile."""
+    if os.fstat(descriptor).st_nlink > 1:
+        for other in os.listdir(directory):
+            if other != name and _has_name(descriptor, other, directory):
+                os.unlink(other, dir_fd=directory)
 
 
 def _open_locked(name: str, directory: int, max_locked_s: float) -> int:

@@ -234,6 +234,17 @@ def test_a_worker_that_takes_a_file_over_replaces_none_of_another_fleet(tmp_path
     OpenFile.locked(str(tmp_path), "left.kv", SIZE).close()
 
 
+@pytest.mark.parametrize("first", ["left.kv", "w.kv"])
+def test_a_file_that_a_killed_worker_left_with_two_names_keeps_that_of_who_opens_it(tmp_path: Path, first: str) -> None:
+    OpenFile.locked(str(tmp_path), "left.kv", SIZE).close()
+    os.link(tmp_path / DIRECTORY / "left.kv", tmp_path / DIRECTORY / "w.kv")
+    (tmp_path / "outside").hardlink_to(tmp_path / DIRECTORY / "left.kv")
+    opened = [OpenFile.locked(str(tmp_path), name, SIZE) for name in (first, "left.kv" if first == "w.kv" else "w.kv")]
+    assert [os.fstat(file._descriptor).st_nlink for file in opened] == [2, 1]
+    for file in opened:
+        file.close()
+
+
 @pytest.mark.parametrize(("option", "is_link"), [("disk_dir", False), ("disk_dir", True), ("host_dir", False)])
 def test_a_directory_that_others_may_read_and_a_link_in_its_place_are_refused(
     tmp_path: Path, option: str, is_link: bool
