@@ -111,9 +111,12 @@ async def one_client(
             tally.count_stream(stream)
 
 
-async def roll(deployment: Deployment, faults: Counter[str]) -> None:
-    """Replace one worker after the other until cancelled: a new one serves, then the old one drains and goes."""
-    for number in itertools.count(2):
+async def roll(deployment: Deployment, faults: Counter[str], answering: asyncio.Task[None]) -> None:
+    """Replace one worker after the other as long as this task runs: a new one serves, then the old one drains and goes.
+
+    Each replacement ends: a worker whose start is cancelled leaves the thread of its agent behind.
+    """
+    for number in itertools.takewhile(lambda _: not answering.done(), itertools.count(2)):
         is_decode = number % 2 == 0
         pool = deployment.decode if is_decode else deployment.prefill
         build = compose.build_decode_worker if is_decode else compose.build_prefill_worker
@@ -176,11 +179,8 @@ async def soak(
             if num_rolling:
                 for worker in deployment.workers:
                     slow_down(worker, STEP_S)
-                rolling = asyncio.create_task(roll(deployment, counts))
-                await answer(2, num_rolling, longest=40)
-                rolling.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await rolling
+                answering = asyncio.create_task(answer(2, num_rolling, longest=40))
+                await asyncio.gather(answering, roll(deployment, counts, answering))
             counts += faults.done()
     return tally, counts
 
