@@ -13,33 +13,9 @@ from core.errors import InvalidRequest
 from core.fleet_control import SlotState
 from core.lifecycle import ServiceRole
 from core.machine import Tick
+from fleet.law import events
 from fleet.law.claims import Claims
-from fleet.law.events import (
-    ConfigureService,
-    Drained,
-    DrainService,
-    FleetRules,
-    FleetStopped,
-    KillService,
-    MachineId,
-    MachineLeaving,
-    Member,
-    NewConfig,
-    PublishFleet,
-    RoleSwitched,
-    ScaleTo,
-    ServiceConfigured,
-    ServiceDied,
-    ServicePlaced,
-    ServiceStarted,
-    Shutdown,
-    StartFailed,
-    StartService,
-    StopRoll,
-    SwitchFailed,
-    SwitchRole,
-    SwitchService,
-)
+from fleet.law.events import MachineId, Member
 from fleet.law.machine import FleetMachine
 from fleet.law.slots import OTHER_ROLE
 
@@ -52,14 +28,14 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         config = ClusterConfig(max_workers=3, num_routers=2)
-        self.fleet_rules = FleetRules(Claims(config), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
+        self.fleet_rules = events.FleetRules(Claims(config), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
         self.fleet = FleetMachine(self.fleet_rules)
         self.now = 0.0
         self.alive: dict[Member, str] = {}  # -> placing | starting | serving | switching | draining
         self.roles: dict[Member, ServiceRole] = {}  # of the services that have started
         self.dead: list[Member] = []
-        self.published: dict[Member, PublishFleet] = {}  # the newest lists of each router
-        self.configuring: list[ConfigureService] = []  # changes on their way to services
+        self.published: dict[Member, events.PublishFleet] = {}  # the newest lists of each router
+        self.configuring: list[events.ConfigureService] = []  # changes on their way to services
         self.ended = False
         self.send(Tick())
 
@@ -71,30 +47,30 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def send(self, event: object) -> None:
         for action in self.fleet.handle(event, self.now):  # type: ignore[arg-type]
             match action:
-                case StartService(member=member):
+                case events.StartService(member=member):
                     assert member.name not in [other.name for other in self.alive]
                     assert not self.ended
                     self.alive[member] = "placing"
-                case ConfigureService(member):
+                case events.ConfigureService(member):
                     assert self.alive[member] == "serving"
                     assert not self.fleet.status(self.now).rolling
                     self.configuring.append(action)
-                case DrainService(member):
+                case events.DrainService(member):
                     assert self.alive[member] == "serving"
                     if self.ended and member.role is not ServiceRole.ROUTER:
                         assert not [other for other in self.alive if other.role is ServiceRole.ROUTER]
                     self.alive[member] = "draining"
-                case SwitchService(member):
+                case events.SwitchService(member):
                     assert self.alive[member] == "serving"
                     assert not self.ended
                     self.alive[member] = "switching"
-                case KillService(member):
+                case events.KillService(member):
                     self.mark_dead(member)
-                case PublishFleet(router, workers, routers):
+                case events.PublishFleet(router, workers, routers):
                     assert self.alive[router] in LIVE
                     assert all(self.alive[serving.member] in LIVE for serving in (*workers, *routers))
                     self.published[router] = action
-                case FleetStopped():
+                case events.FleetStopped():
                     assert not self.alive
 
     def mark_dead(self, member: Member) -> None:
@@ -108,28 +84,28 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     @rule(sizes=st.dictionaries(st.sampled_from(ServiceRole), st.integers(1, 3)), empty=st.booleans())
     def scale(self, sizes: dict[ServiceRole, int], empty: bool) -> None:
-        self.send(ScaleTo(sizes | ({ServiceRole.DECODE: 0} if empty else {})))
+        self.send(events.ScaleTo(sizes | ({ServiceRole.DECODE: 0} if empty else {})))
 
     @rule(data=st.data(), machine=st.sampled_from("abc"))
     def a_place_is_found(self, data: st.DataObject, machine: str) -> None:
         if member := self.member_in(data, "placing"):
             self.alive[member] = "starting"
-            self.send(ServicePlaced(member, MachineId(machine, "")))
+            self.send(events.ServicePlaced(member, MachineId(machine, "")))
 
     @rule(machine=st.sampled_from("abc"), in_s=st.none() | st.floats(0.0, 100.0))
     def a_machine_leaves(self, machine: str, in_s: float | None) -> None:
-        self.send(MachineLeaving(MachineId(machine, ""), in_s))
+        self.send(events.MachineLeaving(MachineId(machine, ""), in_s))
 
     @rule(event=st.sampled_from(["roll", "stop"]))
     def an_operator_rolls(self, event: str) -> None:
         with contextlib.suppress(InvalidRequest):  # there is a roll already, or none to stop
-            self.send(NewConfig(self.fleet_rules, restarts=True) if event == "roll" else StopRoll())
+            self.send(events.NewConfig(self.fleet_rules, restarts=True) if event == "roll" else events.StopRoll())
 
     @rule()
     def an_operator_changes_live_options(self) -> None:
         rolling, before = self.fleet.status(self.now).rolling, self.fleet.status(self.now).revision
         with contextlib.suppress(InvalidRequest):
-            self.send(NewConfig(self.fleet_rules, False, "a change"))
+            self.send(events.NewConfig(self.fleet_rules, False, "a change"))
         assert (self.fleet.status(self.now).revision > before) == (not rolling)
 
     @precondition(lambda self: self.configuring)
@@ -137,7 +113,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     def a_service_takes_a_change(self, data: st.DataObject) -> None:
         """In any order, and also when the service does not serve any more."""
         taken = self.configuring.pop(data.draw(st.integers(0, len(self.configuring) - 1)))
-        self.send(ServiceConfigured(taken.member, taken.revision))
+        self.send(events.ServiceConfigured(taken.member, taken.revision))
 
     @rule(data=st.data())
     def an_operator_switches_a_role(self, data: st.DataObject) -> None:
@@ -146,7 +122,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
             return
         member, before = data.draw(st.sampled_from(serving)), dict(self.alive)
         with contextlib.suppress(InvalidRequest):  # a roll, a machine that leaves, or the limit of a pool
-            self.send(SwitchRole(member.name, OTHER_ROLE[self.roles[member]]))
+            self.send(events.SwitchRole(member.name, OTHER_ROLE[self.roles[member]]))
             assert self.alive == before | {member: "switching"}, "another service starts or stops"
 
     @rule(data=st.data())
@@ -156,7 +132,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     def starts_to_serve(self, member: Member) -> None:
         self.alive[member], self.roles[member] = "serving", member.role
-        self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
+        self.send(events.ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
 
     @rule(data=st.data())
     def a_switch_succeeds(self, data: st.DataObject) -> None:
@@ -165,36 +141,36 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     def switches(self, member: Member) -> None:
         self.alive[member], self.roles[member] = "serving", OTHER_ROLE[self.roles[member]]
-        self.send(RoleSwitched(member))
+        self.send(events.RoleSwitched(member))
 
     @rule(data=st.data())
     def a_switch_fails(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "switching"):
             self.mark_dead(member)
-            self.send(SwitchFailed(member, "still has work"))
+            self.send(events.SwitchFailed(member, "still has work"))
 
     @rule(data=st.data(), permanent=st.booleans())
     def a_start_fails(self, data: st.DataObject, permanent: bool) -> None:
         if member := self.member_in(data, "starting"):
             self.mark_dead(member)
-            self.send(StartFailed(member, "no", permanent))
+            self.send(events.StartFailed(member, "no", permanent))
 
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "placing", "starting", *LIVE):
             self.mark_dead(member)
-            self.send(ServiceDied(member, "killed"))
+            self.send(events.ServiceDied(member, "killed"))
 
     @rule(data=st.data())
     def a_drain_ends(self, data: st.DataObject) -> None:
         if member := self.member_in(data, "draining"):
             self.mark_dead(member)
-            self.send(Drained(member))
+            self.send(events.Drained(member))
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
     def a_dead_member_reports_its_death(self, data: st.DataObject) -> None:
-        self.send(ServiceDied(data.draw(st.sampled_from(self.dead)), "late"))
+        self.send(events.ServiceDied(data.draw(st.sampled_from(self.dead)), "late"))
 
     @rule(seconds=st.floats(0.0, 200.0))
     def time_passes(self, seconds: float) -> None:
@@ -230,18 +206,18 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         for _ in range(500):
             while self.configuring:
                 taken = self.configuring.pop(0)
-                self.send(ServiceConfigured(taken.member, taken.revision))
+                self.send(events.ServiceConfigured(taken.member, taken.revision))
             for member, state in list(self.alive.items()):
                 if state == "placing":
                     self.alive[member] = "starting"
-                    self.send(ServicePlaced(member, MachineId("new", "")))
+                    self.send(events.ServicePlaced(member, MachineId("new", "")))
                 elif state == "starting":
                     self.starts_to_serve(member)
                 elif state == "switching":
                     self.switches(member)
                 elif state == "draining":
                     self.mark_dead(member)
-                    self.send(Drained(member))
+                    self.send(events.Drained(member))
                 else:
                     continue
                 break
@@ -264,7 +240,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         for role, wanted in status.wanted.items():
             assert sum(slot.role is role for slot in status.slots) == wanted
         self.ended = True
-        self.send(Shutdown())
+        self.send(events.Shutdown())
         for _ in range(50):
             deadline = self.fleet.next_deadline()
             if deadline is None:
