@@ -33,22 +33,7 @@ from prefill_worker.servicer import PrefillServicer
 from protos import codec, report_codec
 from router.links.token_stream import decode_step_tokens
 from router.links.worker_link import _decode_finished, _decode_prefill
-from router.requests.events import (
-    DecodeResult,
-    DecodeReturned,
-    HandOver,
-    OfferPrefix,
-    PrefillResult,
-    PrefillReturned,
-    PrefixRefused,
-    StartDecode,
-    StartPrefill,
-    StepTokens,
-    TokenStreamLost,
-    WorkerJoined,
-    WorkerLost,
-    WorkerReported,
-)
+from router.requests import events
 from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.driven_worker import address
@@ -56,6 +41,7 @@ from tests.support.waiting import until
 from tests.unit.router.fake_reports import FakeWorker, Reports, load, snapshot
 from worker.prefixes import PulledPrefix
 
+STOP: Any = inference_pb2.FINISH_REASON_STOP
 UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
 REQUEST = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
 TOKENS = worker_pb2.StepTokens(calls=[5, 6], indexes=[0, 3], token_ids=[11, 12])
@@ -80,12 +66,19 @@ async def worker(new_worker: FakeWorker) -> FakeWorker:
     return new_worker
 
 
+async def rejoins(worker: FakeWorker) -> None:
+    """With a token stream of another id."""
+    await worker.joins()
+    assert len(set(worker.stream_ids)) == 2
+    assert 0 not in worker.stream_ids
+
+
 def decode(worker: FakeWorker) -> None:
-    worker.link.perform(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
+    worker.link.perform(events.StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=7))
 
 
 def prefill(worker: FakeWorker) -> None:
-    worker.link.perform(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
+    worker.link.perform(events.StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=8))
 
 
 # ---- calls
@@ -109,7 +102,7 @@ async def test_a_call_ends_with_one_error_for_the_machine(
     prefill(worker)
     decode(worker)
     ended = [await worker.event(), await worker.event()]
-    assert {type(event) for event in ended} == {PrefillReturned, DecodeReturned}
+    assert {type(event) for event in ended} == {events.PrefillReturned, events.DecodeReturned}
     assert all(says in str(event.result) and event.result.retryable == retryable for event in ended)
 
 
@@ -119,10 +112,9 @@ async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(wor
     worker.waits = True
     decode(worker)
     await until(lambda: worker.decodes, "no call")
-    worker.link.perform(HandOver("r#1", "w", 7, b"kv", timeout_s=60.0))
+    worker.link.perform(events.HandOver("r#1", "w", 7, b"kv", timeout_s=60.0))
     ended = await worker.event()
-    assert isinstance(ended, DecodeReturned)
-    assert ended.dispatch_id == "r#1"
+    assert (type(ended), ended.dispatch_id) == (events.DecodeReturned, "r#1")
     assert isinstance(ended.result, TransferFailed)
     await until(lambda: worker.num_cancelled, "the call goes on", seconds=2.0)
     assert worker.posted.empty(), "the machine takes one end of the call"
@@ -130,16 +122,15 @@ async def test_a_hand_off_that_the_worker_does_not_take_ends_the_decode_call(wor
 
 async def test_the_router_hears_of_a_source_that_makes_no_offer(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.link.perform(OfferPrefix("r#1", "w", 7, address("p"), (1, 2, 3), "", limit_s=60.0))
+    worker.link.perform(events.OfferPrefix("r#1", "w", 7, address("p"), (1, 2, 3), "", limit_s=60.0))
     refused = await worker.event()
-    assert isinstance(refused, PrefixRefused)
-    assert (refused.dispatch_id, refused.worker_id) == ("r#1", worker.link.endpoint.service_id)
+    assert (type(refused), refused.dispatch_id, refused.worker_id) == (events.PrefixRefused, "r#1", "w")
 
 
 async def test_a_decode_call_brings_the_source_of_its_blocks(worker: FakeWorker) -> None:
     await worker.joins()
-    worker.link.perform(StartDecode("r#1", "w", REQUEST, (7, address("p")), timeout_s=60.0, call=7))
-    assert isinstance(await worker.event(), DecodeReturned)
+    worker.link.perform(events.StartDecode("r#1", "w", REQUEST, (7, address("p")), timeout_s=60.0, call=7))
+    assert isinstance(await worker.event(), events.DecodeReturned)
     (request,) = worker.decodes
     assert (codec.decode_transfer_id(request.transfer_id), codec.decode_agent(request.source)) == (7, address("p"))
 
@@ -156,14 +147,14 @@ PULLED = {"bytes": 3_000_000, "exposed_ms": 250, "blocks": 31, "skipped_blocks":
 PREFIX = PulledPrefix(21, 0.5, "p", 22)
 
 
-def receipt_of(done: DecodeDone) -> tuple[DecodeResult, dict[str, dict[str, str]]]:
+def receipt_of(done: DecodeDone) -> tuple[events.DecodeResult, dict[str, dict[str, str]]]:
     """The receipt without its stages, and their attributes."""
     servicer = DecodeServicer(60.0)
     servicer.attach(Mock(), "d", Mock())
     wire = _encode_done(done, 3)
     wire.stages.extend(servicer._stages(done, 3))
     found = _decode_finished(wire)
-    assert isinstance(found, DecodeResult)
+    assert isinstance(found, events.DecodeResult)
     assert [(stage.start_s, stage.duration_s) for stage in found.stages] == [(0, 1), (1, 2), (3, 3), (6, 4), (10, 5)]
     return replace(found, stages=()), {stage.name: dict(stage.attributes) for stage in found.stages}
 
@@ -172,9 +163,11 @@ def test_the_router_reads_each_figure_of_a_decode_worker_at_its_place() -> None:
     done = DecodeDone("r", FinishReason.HANDOFF, 5, Timeline(Stage.FINISHED, 25.0, STAGES), PULL, 6.5, 7, 20, 8, 9, 10,
                       11, 12, 13, PREFIX)  # fmt: skip
     found, stages = receipt_of(done)
-    assert found == DecodeResult(FinishReason.HANDOFF, 3, 5, 1.0, 2.0, 3.0, 0.25, 3_000_000, kv_block_seconds=6.5,
-                                 num_moved_blocks=31, num_skipped_blocks=7, drafted_tokens=10, accepted_drafts=11,
-                                 recomputed_tokens=12, read_tokens=21, read_bytes=22)  # fmt: skip
+    assert found == events.DecodeResult(
+        FinishReason.HANDOFF, 3, 5, 1.0, 2.0, 3.0, 0.25, 3_000_000, kv_block_seconds=6.5, num_moved_blocks=31,
+        num_skipped_blocks=7, drafted_tokens=10, accepted_drafts=11, recomputed_tokens=12, read_tokens=21,
+        read_bytes=22,
+    )  # fmt: skip
     queue, prefill, transfer, decode, move = stages.values()
     read = {"tandem.prefix.tokens": "21", "tandem.prefix.wait_ms": "500", "tandem.prefix.bytes": "22"}
     assert queue.items() >= {**read, "tandem.prefix.owner": "p"}.items()
@@ -188,21 +181,15 @@ def test_the_router_reads_each_figure_of_a_decode_worker_at_its_place() -> None:
 def test_a_decode_worker_that_has_read_nothing_says_so() -> None:
     done = DecodeDone("r", FinishReason.LENGTH, 0, Timeline(Stage.FINISHED, 25.0, STAGES), None)
     found, stages = receipt_of(done)
-    assert found == DecodeResult(FinishReason.LENGTH, 3, 0, 1.0, 2.0, 3.0, 0.0, 0)
+    assert found == events.DecodeResult(FinishReason.LENGTH, 3, 0, 1.0, 2.0, 3.0, 0.0, 0)
     assert stages[SpanName.DECODE_MOVE.value] == {Attribute.WORKER: "d"}, "the move has failed"
     _, stages = receipt_of(replace(done, pull=replace(PULL, read_s=0.0)))
     assert stages[SpanName.DECODE_TRANSFER.value][Attribute.TRANSFER_GB_PER_S] == "0"
 
 
-@pytest.mark.parametrize(
-    ("lacks", "wire"),
-    [
-        ("finish_reason", worker_pb2.DecodeFinished(num_tokens=3)),
-        ("token", worker_pb2.DecodeFinished(finish_reason=inference_pb2.FINISH_REASON_STOP)),
-    ],
-)
-def test_an_end_without_a_reason_or_a_token_is_a_failure(lacks: str, wire: worker_pb2.DecodeFinished) -> None:
-    assert str(_decode_finished(wire)).endswith(f"finished without a {lacks}")
+def test_an_end_without_a_reason_or_a_token_is_a_failure() -> None:
+    for lacks, fields in (("finish_reason", {"num_tokens": 3}), ("token", {"finish_reason": STOP})):
+        assert str(_decode_finished(worker_pb2.DecodeFinished(**fields))).endswith(f"finished without a {lacks}")
 
 
 @pytest.mark.parametrize(("prefix", "read"), [(PREFIX, (21, 22)), (None, (None, 0))])
@@ -215,7 +202,7 @@ async def test_the_router_reads_each_figure_of_a_prefill_worker_at_its_place(
     servicer.attach(Mock(), "p", Mock())
     monkeypatch.setattr(servicer, "_compute", AsyncMock(return_value=done))
     found = _decode_prefill(await servicer.Prefill(worker_pb2.PrefillRequest(), Mock(time_remaining=lambda: 9.0)))
-    expected = PrefillResult(4, SampledToken(1), FinishReason.STOP, 5, 1.0, 2.0, (), 6.5, *read, b"kv")
+    expected = events.PrefillResult(4, SampledToken(1), FinishReason.STOP, 5, 1.0, 2.0, (), 6.5, *read, b"kv")
     assert replace(found, stages=()) == expected
     queue, prefill = (stage.attributes for stage in found.stages)
     assert queue.get(Attribute.PREFIX_TOKENS) == (prefix and "21")
@@ -274,13 +261,13 @@ STREAMS: dict[str, tuple[list[list[Any]], list[str]]] = {  # the reports of each
 }
 
 
-def words_of(event: WorkerJoined | WorkerReported | WorkerLost, errors: list[str]) -> str:
+def words_of(event: events.WorkerJoined | events.WorkerReported | events.WorkerLost, errors: list[str]) -> str:
     match event:
-        case WorkerJoined():
+        case events.WorkerJoined():
             return "joined"
-        case WorkerReported():
+        case events.WorkerReported():
             return f"blocks {event.changes.blocks[0][0][0]}"
-        case WorkerLost():
+        case events.WorkerLost():
             return f"{'refused' if f'worker w cannot join: {event.detail}' in errors else 'lost'}: {event.detail}"
 
 
@@ -300,10 +287,10 @@ async def test_reports_out_of_step_are_not_used_and_the_link_subscribes_again(
 async def test_a_worker_that_the_machine_has_given_up_joins_again_by_its_next_report(new_worker: FakeWorker) -> None:
     stream = Reports(snapshot("w"))
     new_worker.is_followed(stream, Reports(snapshot("w")))
-    assert isinstance(await new_worker.event(), WorkerJoined)
+    assert isinstance(await new_worker.event(), events.WorkerJoined)
     new_worker.known = False  # silent for too long
     stream.put(report(1))
-    assert isinstance(await new_worker.event(), WorkerJoined)
+    assert isinstance(await new_worker.event(), events.WorkerJoined)
 
 
 async def test_a_worker_learns_the_pace_of_its_reports_when_it_joins_and_when_it_changes(
@@ -363,10 +350,10 @@ async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its
     worker.reports.put(snapshot("w"))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         broken.setattr("protos.report_codec.decode_load", lambda _: 1 // 0)
-        assert isinstance(await worker.event(), WorkerLost)
+        assert isinstance(await worker.event(), events.WorkerLost)
     assert "Traceback" in caplog.text
     worker.reports.put(snapshot("w"))
-    assert isinstance(await worker.event(), WorkerJoined)
+    assert isinstance(await worker.event(), events.WorkerJoined)
 
 
 async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker: FakeWorker) -> None:
@@ -378,7 +365,7 @@ async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker
     worker.reports.put(worker_pb2.WorkerReport(sequence_number=1))
     joined, reported = await worker.event(), await worker.event()
     assert joined.load == known
-    assert reported == WorkerReported("w", WorkerChanges())
+    assert reported == events.WorkerReported("w", WorkerChanges())
     assert worker.link.load == known
 
 
@@ -392,20 +379,16 @@ async def test_each_message_is_one_event_with_log_probabilities_at_their_places(
     message.logprobs.add(logprob=-0.5, top=[inference_pb2.Logprob(token_id=12, logprob=-0.5)])
     worker.tokens[0].put(message)
     found = {1: SampledToken(12, -0.5, ((12, -0.5),))}
-    assert await worker.event() == StepTokens([5, 6], [0, 3], [11, 12], found)
+    assert await worker.event() == events.StepTokens([5, 6], [0, 3], [11, 12], found)
 
 
 async def test_after_a_loss_the_worker_joins_again_with_a_stream_of_another_id(worker: FakeWorker) -> None:
     await worker.joins()
     worker.tokens[0].put(GONE)
-    assert await worker.event() == TokenStreamLost("w", "it is gone")
-    await worker.joins()
-    assert len(set(worker.stream_ids)) == 2
-    assert 0 not in worker.stream_ids
+    assert await worker.event() == events.TokenStreamLost("w", "it is gone")
+    await rejoins(worker)
     decode(worker)
-    event = await worker.event()
-    assert isinstance(event, DecodeReturned)
-    assert event.result.num_tokens == 3  # type: ignore[union-attr]
+    assert (await worker.event()).result.num_tokens == 3
 
 
 async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_is_refused(worker: FakeWorker) -> None:
@@ -414,12 +397,11 @@ async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_
     worker.silent = True  # the next stream does not open
     worker.tokens[0].put(GONE)
     worker.reports.put(worker_pb2.WorkerReport(sequence_number=1, load=snapshot("w").load))
-    assert isinstance(await worker.event(), TokenStreamLost)
+    assert isinstance(await worker.event(), events.TokenStreamLost)
     decode(worker)
-    event = await worker.event()
-    assert isinstance(event, DecodeReturned)
-    assert isinstance(event.result, WorkerUnavailable)
-    assert event.result.retryable
+    result = (await worker.event()).result
+    assert isinstance(result, WorkerUnavailable)
+    assert result.retryable
     assert worker.posted.empty()
 
 
@@ -429,12 +411,12 @@ async def test_a_stream_that_does_not_open_loses_the_worker(
     new_worker.silent = True
     monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 0.01)
     new_worker.is_followed()
-    assert isinstance(await new_worker.event(), WorkerLost)
+    assert isinstance(await new_worker.event(), events.WorkerLost)
     assert new_worker.num_watches == 0
     new_worker.silent = False
     monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 5.0)
     new_worker.reports.put(snapshot("w"))
-    while not isinstance(await new_worker.event(), WorkerJoined):
+    while not isinstance(await new_worker.event(), events.WorkerJoined):
         pass
 
 
@@ -445,11 +427,10 @@ async def test_a_call_that_tells_of_the_end_of_its_stream_loses_the_stream_at_on
     unavailable = grpc.StatusCode.UNAVAILABLE
     worker.refusal = grpc.aio.AioRpcError(unavailable, METADATA, trailers, "no such stream", None)
     decode(worker)
-    assert await worker.event() == TokenStreamLost("w", "no such stream")
+    assert await worker.event() == events.TokenStreamLost("w", "no such stream")
     assert isinstance((await worker.event()).result, TokenStreamEnded)
     worker.tokens[0].put(TOKENS)
-    await worker.joins()
-    assert len(set(worker.stream_ids)) == 2
+    await rejoins(worker)
 
 
 async def test_a_new_report_stream_keeps_the_token_stream(worker: FakeWorker) -> None:
@@ -460,18 +441,16 @@ async def test_a_new_report_stream_keeps_the_token_stream(worker: FakeWorker) ->
     assert len(worker.stream_ids) == 1
 
 
+ONE: dict[str, Any] = {"calls": [5], "indexes": [0], "token_ids": [11]}
+LOGPROBS = [inference_pb2.TokenLogprobs(logprob=-1.0)]
 UNFIT = {
     "columns": worker_pb2.StepTokens(calls=[5, 6], indexes=[0], token_ids=[11, 12]),
-    "no place": worker_pb2.StepTokens(
-        calls=[5], indexes=[0], token_ids=[11], logprobs=[inference_pb2.TokenLogprobs(logprob=-1.0)]
-    ),
-    "a place outside": worker_pb2.StepTokens(
-        calls=[5], indexes=[0], token_ids=[11], logprob_places=[1], logprobs=[inference_pb2.TokenLogprobs(logprob=-1.0)]
-    ),
+    "no place": worker_pb2.StepTokens(**ONE, logprobs=LOGPROBS),
+    "a place outside": worker_pb2.StepTokens(**ONE, logprob_places=[1], logprobs=LOGPROBS),
 }
 
 
-@pytest.mark.parametrize("message", UNFIT.values(), ids=UNFIT.keys())
+@pytest.mark.parametrize("message", UNFIT.values(), ids=UNFIT)
 async def test_a_message_whose_columns_do_not_fit_ends_the_stream(
     worker: FakeWorker, message: worker_pb2.StepTokens, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -480,5 +459,5 @@ async def test_a_message_whose_columns_do_not_fit_ends_the_stream(
     await worker.joins()
     with caplog.at_level(logging.CRITICAL):
         worker.tokens[0].put(message)
-        assert isinstance(await worker.event(), TokenStreamLost)
+        assert isinstance(await worker.event(), events.TokenStreamLost)
     await worker.joins()
