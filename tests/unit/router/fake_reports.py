@@ -39,8 +39,7 @@ class Messages(Generic[M]):
         pass
 
 
-class Reports(Messages[worker_pb2.WorkerReport]):
-    pass
+Reports = Messages[worker_pb2.WorkerReport]
 
 
 class FakeWorker:
@@ -50,7 +49,7 @@ class FakeWorker:
 
     def __init__(self) -> None:
         self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
-        self.known = True  # to the router's machine
+        self.known = True  # to that machine
         self.streams: list[Reports] = []
         self.reports = Reports()
         self.num_watches = 0

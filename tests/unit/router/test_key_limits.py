@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -25,8 +24,6 @@ from tandem_client.stubs import inference_pb2
 
 STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=2)
 MINUTE = ApiKeyConfig(name="bob", sha256=hash_of("bob's key"), tenant="builders", requests_per_minute=3)
-
-
 BOTH = ApiKeys((STREAMS, MINUTE))
 
 
@@ -34,12 +31,11 @@ def headers(key: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {key}")]
 
 
-@contextlib.contextmanager
-def admitted(key: ApiKeyConfig, *metadata: tuple[str, str], **fields: Any) -> Iterator[inference_pb2.GenerateRequest]:
+def admitted(key: ApiKeyConfig, *metadata: tuple[str, str], **fields: Any) -> inference_pb2.GenerateRequest:
     """A request that comes with a key, as the router goes on with it."""
     request = inference_pb2.GenerateRequest(**fields)
     with TenantAdmission(ApiKeys((key,))).admit(request, LocalContext([*headers(f"{key.name}'s key"), *metadata]), 0.0):
-        yield request
+        return request
 
 
 def test_a_key_makes_no_more_requests_in_a_minute_than_its_limit_and_learns_when_the_next_may_come() -> None:
@@ -62,15 +58,11 @@ def test_calls_that_can_never_be_open_together_are_refused_for_good(
     key: ApiKeyConfig, num_calls: int, limit: str
 ) -> None:
     allowed = num_calls - 1
-    with (
-        pytest.raises(InvalidRequest, match=f"has {num_calls} .* {allowed} .*{limit}") as refused,
-        admitted(key, (FOLLOWING, str(num_calls - 1))),
-    ):
-        pass
+    with pytest.raises(InvalidRequest, match=f"has {num_calls} .* {allowed} .*{limit}") as refused:
+        admitted(key, (FOLLOWING, str(num_calls - 1)))
     assert (refused.value.field, refused.value.retryable) == ("prompt", False)
     for hint in (str(allowed - 1), "many", "-1", "9" * 5000):
-        with admitted(key, (FOLLOWING, hint)):
-            pass
+        admitted(key, (FOLLOWING, hint))
 
 
 def test_keys_do_not_count_against_each_other_and_0_is_no_limit() -> None:
@@ -116,8 +108,8 @@ def test_tenants_share_no_salt_and_a_tenant_s_own_salts_stay_apart() -> None:
 
 
 def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
-    with admitted(STREAMS, cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)) as request:
-        assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
+    too_long = "x" * (MAX_CACHE_SALT_CHARS + 1)
+    assert admitted(STREAMS, cache_salt=too_long).cache_salt == too_long
 
 
 @pytest.mark.parametrize(
@@ -127,8 +119,7 @@ def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
 def test_no_request_goes_before_the_priority_of_its_key(min_priority: int, asked: int, priority: int) -> None:
     """What no request may have stays, for validation to refuse."""
     key = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), min_priority=min_priority)
-    with admitted(key, priority=asked) as request:
-        assert request.priority == priority
+    assert admitted(key, priority=asked).priority == priority
 
 
 def test_the_slot_of_a_request_that_fails_is_free_again() -> None:
@@ -209,15 +200,11 @@ async def test_each_method_that_validates_does_so_for_the_tenant_of_the_key(meth
     servicer = servicer_of(pool := FullPool())
 
     async def call(*metadata: tuple[str, str]) -> None:
-        match method:
-            case "Generate":
-                sink: Any = None
-                writer = SinkWriter(sink, LocalContext(metadata, 1.0))
-                await servicer.serve(inference_pb2.GenerateRequest(user="alice"), writer)
-            case "Tokenize":
-                await servicer.Tokenize(inference_pb2.TokenizeRequest(), LocalContext(metadata))
-            case "Detokenize":
-                await servicer.Detokenize(inference_pb2.DetokenizeRequest(), LocalContext(metadata))
+        context, sink = LocalContext(metadata, 1.0), cast(Any, None)
+        if method == "Generate":
+            await servicer.serve(inference_pb2.GenerateRequest(user="alice"), SinkWriter(sink, context))
+        else:
+            await getattr(servicer, method)(getattr(inference_pb2, f"{method}Request")(), context)
 
     with pytest.raises(QueueFull):
         await call(("authorization", "Bearer bob's key"))

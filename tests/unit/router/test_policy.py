@@ -244,12 +244,7 @@ def test_of_near_ties_the_one_with_the_fewest_requests_of_this_router_wins() -> 
 
 @pytest.mark.parametrize(
     ("better", "others"),
-    [
-        ({}, {"num_free_blocks": 50}),
-        ({}, decoding(8)),
-        ({}, {"num_dispatched": 1}),
-        ({"cached_tokens": 600}, {}),
-    ],
+    [({}, {"num_free_blocks": 50}), ({}, decoding(8)), ({}, {"num_dispatched": 1}), ({"cached_tokens": 600}, {})],
 )
 def test_among_more_decode_workers_than_are_paired_the_cheapest_is_found(
     better: dict[str, Any], others: dict[str, Any]

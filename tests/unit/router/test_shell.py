@@ -45,6 +45,18 @@ async def watch(shell: RouterShell, *worker_ids: str) -> list[FakeWorker]:
     return workers
 
 
+async def join(shell: RouterShell, *worker_ids: str) -> list[FakeWorker]:
+    workers = await watch(shell, *worker_ids)
+    for worker_id, worker in zip(worker_ids, workers, strict=True):
+        worker.reports.put(snapshot(worker_id, ROLES[worker_id]))
+    await turn_the_loop()
+    return workers
+
+
+def room(shell: RouterShell) -> dict[str, bool]:
+    return {record.worker_id: record.has_room for record in shell.view.workers()}
+
+
 async def turn_the_loop() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -57,34 +69,28 @@ async def test_a_removed_worker_does_not_join_by_a_snapshot_that_arrived_before(
     decode.reports.put(snapshot("d"))  # the link reads the report in the next turn of the loop
     await shell.set_workers([endpoint("p")])
     await turn_the_loop()
-    assert [record.worker_id for record in shell.view.workers()] == ["p"]
+    assert room(shell) == {"p": True}
     await shell.set_workers([])
-    assert list(shell.view.workers()) == []
+    assert room(shell) == {}
     assert not shell.failure.done()
 
 
 async def test_a_worker_that_will_drain_gets_no_new_call(shell: RouterShell) -> None:
-    prefill, decode = await watch(shell, "p", "d")
-    prefill.reports.put(snapshot("p", ServiceRole.PREFILL))
-    decode.reports.put(snapshot("d"))
-    await turn_the_loop()
+    _, decode = await join(shell, "p", "d")
     await shell.set_workers([endpoint("p"), replace(endpoint("d"), draining=True)])
-    assert {record.worker_id: record.has_room for record in shell.view.workers()} == {"p": True, "d": False}
+    assert room(shell) == {"p": True, "d": False}
     decode.reports.put(snapshot("d"))
     await turn_the_loop()
-    assert {record.worker_id: record.has_room for record in shell.view.workers()} == {"p": True, "d": False}
+    assert room(shell) == {"p": True, "d": False}
 
 
 async def test_a_worker_with_another_role_is_lost_and_joins_again_by_its_next_snapshot(shell: RouterShell) -> None:
-    (decode,) = await watch(shell, "d")
-    decode.reports.put(snapshot("d"))
-    await turn_the_loop()
+    await join(shell, "d")
     await shell.set_workers([replace(endpoint("d"), draining=True)])
     link = shell.links["d"]
-    switched = replace(endpoint("d"), role=ServiceRole.PREFILL)
-    await shell.set_workers([switched])
+    await shell.set_workers([replace(endpoint("d"), role=ServiceRole.PREFILL)])
     assert shell.links["d"] is not link
-    assert not list(shell.view.workers())
+    assert room(shell) == {}
     worker = shell.links["d"]._worker = FakeWorker()  # type: ignore[assignment]
     await until(lambda: worker.num_watches, "the router watches it")
     worker.reports.put(snapshot("d", ServiceRole.PREFILL))
@@ -101,10 +107,7 @@ async def test_a_worker_that_switched_twice_while_the_router_was_slow_gets_calls
 
 
 async def test_the_more_workers_a_router_follows_the_fewer_reports_of_each_it_asks_for(shell: RouterShell) -> None:
-    prefill, decode = await watch(shell, "p", "d")
-    for worker, report in ((prefill, snapshot("p", ServiceRole.PREFILL)), (decode, snapshot("d"))):
-        worker.reports.put(report)
-    await turn_the_loop()
+    prefill, decode = await join(shell, "p", "d")
     assert report_interval_ms(128) == 128
     assert prefill.intervals_ms == decode.intervals_ms == [report_interval_ms(2)]
     await shell.set_workers([endpoint("p")])
@@ -119,6 +122,5 @@ async def test_a_fault_in_performing_an_action_ends_the_router(shell: RouterShel
     await turn_the_loop()
     link = shell.links.pop("p")  # the action that tells p of d finds no link
     decode.reports.put(snapshot("d"))
-    async with asyncio.timeout(5):
-        assert isinstance(await shell.failure, KeyError)
+    assert isinstance(await asyncio.wait_for(shell.failure, 5), KeyError)
     await link.close()

@@ -114,25 +114,13 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     (chat(("robot", "hi")), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
     (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
-    (
-        text(output_format=OutputFormat()),
-        "output_format",
-        "json_schema, json_object, regex, choices, lark must be set",
-    ),
+    (text(output_format=OutputFormat()), "output_format", "json_schema, json_object, regex, choices, lark must be set"),
     (text(output_format=OutputFormat(json_schema="{")), "output_format.json_schema", "must be JSON"),
-    (
-        text(output_format=OutputFormat(json_schema="3")),
-        "output_format.json_schema",
-        "a JSON object, true or false",
-    ),
+    (text(output_format=OutputFormat(json_schema="3")), "output_format.json_schema", "a JSON object, true or false"),
     (text(output_format=OutputFormat(json_schema='{"type": "objekt"}')), "output_format", "Invalid type: objekt"),
     (text(output_format=OutputFormat(json_object=False)), "output_format.json_object", "must be true"),
     (text(output_format=OutputFormat(choices=Choices())), "output_format.choices", "must have 1 to 1024 texts, has 0"),
-    (
-        text(output_format=OutputFormat(choices=Choices(texts=["a", ""]))),
-        "output_format.choices",
-        "an empty text",
-    ),
+    (text(output_format=OutputFormat(choices=Choices(texts=["a", ""]))), "output_format.choices", "an empty text"),
     (text(output_format=OutputFormat(regex="a" * 70_000)), "output_format.regex", "65536 characters, has 70000"),
     (text(output_format=OutputFormat(lark="start: nothing")), "output_format", ""),
     (

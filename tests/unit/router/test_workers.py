@@ -22,6 +22,7 @@ from router.routing.worker_record import WorkerRecord
 from router.routing.workers import REUSE_WEIGHT, WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
+NOBODY: frozenset[str] = frozenset()
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
 
 
@@ -60,21 +61,16 @@ def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
     assert workers.leave("d", 0.0) is None
 
 
-def test_nothing_of_a_prompt_is_hashed_while_no_decode_worker_has_room() -> None:
-    workers = empty_table()
-    prompt = hashes_of(request(prompt=range(1, 10)))
-    assert workers.candidates(prompt, frozenset(), 0.0) == []
-    workers.join(record("d"), ())
-    workers.suspect("d")
-    assert workers.choose(prompt, frozenset(), 0.0) is None
-    assert prompt.chain(LAYOUT.block_size).num_computed == 0
-
-
-def test_a_prompt_is_hashed_to_the_first_block_that_no_worker_has() -> None:
+def test_a_prompt_is_hashed_once_a_decode_worker_has_room_and_to_the_first_block_that_no_worker_has() -> None:
     workers = empty_table()
     prompt = hashes_of(request(prompt=range(1, 41)))
+    assert workers.candidates(prompt, NOBODY, 0.0) == []
     workers.join(record("d"), sequence_hashes(range(1, 41), LAYOUT.block_size)[:3])
-    assert workers.choose(prompt, frozenset(), 0.0) is not None
+    workers.suspect("d")
+    assert workers.choose(prompt, NOBODY, 0.0) is None
+    assert prompt.chain(LAYOUT.block_size).num_computed == 0
+    workers.take_report("d", WorkerChanges(SERVING), 0.0)
+    assert workers.choose(prompt, NOBODY, 0.0) is not None
     assert prompt.chain(LAYOUT.block_size).num_computed == 4
 
 
@@ -95,7 +91,7 @@ def test_each_worker_is_matched_by_the_block_size_of_its_pool() -> None:
     workers.join(wide_prefill(), wide)
 
     def pair() -> Candidate:
-        (found,) = [c for c in workers.candidates(hashes_of(prompt), frozenset(), 0.0) if c.prefill_worker == "p"]
+        (found,) = [c for c in workers.candidates(hashes_of(prompt), NOBODY, 0.0) if c.prefill_worker == "p"]
         return found
 
     assert (pair().cached_tokens, pair().transfer_blocks) == (8, 1), "the decode worker lacks its last block of four"
@@ -107,12 +103,12 @@ def test_the_reuse_share_is_that_of_the_prompts_that_were_dispatched() -> None:
     prompt = hashes_of(request(prompt=range(1, 13)))
     workers = table(record("d"), record("e"))
     workers.join(record("d"), list(prompt.chain(LAYOUT.block_size))[:2])  # 8 of 12 tokens
-    workers.candidates(prompt, frozenset(), 0.0)
+    workers.candidates(prompt, NOBODY, 0.0)
     assert workers.reuse_share == 0.0, "an answer to `tandem explain` changes nothing"
-    assert workers.choose(prompt, frozenset(), 0.0)
+    assert workers.choose(prompt, NOBODY, 0.0)
     assert workers.reuse_share == pytest.approx(8 / 12 * REUSE_WEIGHT)
     for _ in range(500):
-        workers.choose(prompt, frozenset(), 0.0)
+        workers.choose(prompt, NOBODY, 0.0)
     assert workers.reuse_share == pytest.approx(8 / 12, rel=0.01)
 
 
@@ -159,7 +155,7 @@ def test_a_sequence_that_goes_on_stays_with_the_decode_worker_that_has_all_but_i
     workers = table(record("P", ServiceRole.PREFILL), record("D0"), record("D1"))
     workers.take_report("P", WorkerChanges(blocks=((blocks, True),)), 0.0)
 
-    def chosen(avoid: frozenset[str] = frozenset()) -> tuple[str | None, str]:
+    def chosen(avoid: frozenset[str] = NOBODY) -> tuple[str | None, str]:
         candidate = workers.choose(hashes_of(running), avoid, 0.0, goes_on=True)
         assert candidate is not None
         return candidate.prefill_worker, candidate.decode_worker
@@ -204,15 +200,13 @@ def test_a_view_has_the_time_of_its_load_and_not_of_a_later_report_without_one()
 
 # ---- versions of the hand-off protocol: the router pairs only workers of one version
 
-P, D = ServiceRole.PREFILL, ServiceRole.DECODE
 OLD, NEW = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
-EITHER = RouterConfig(local_prefill="auto")
-NEVER_LOCAL = RouterConfig(local_prefill="never")
-NOBODY: frozenset[str] = frozenset()
+EITHER, NEVER_LOCAL = RouterConfig(local_prefill="auto"), RouterConfig(local_prefill="never")
 PROMPT = hashes_of(request("r"))
 
 
-def of_version(name: str, role: ServiceRole, version: int) -> WorkerRecord:
+def of_version(name: str, version: int) -> WorkerRecord:
+    role = ServiceRole.PREFILL if name.startswith("p") else ServiceRole.DECODE
     return replace(record(name, role), agent=replace(agent(name), protocol_version=version))
 
 
@@ -224,41 +218,37 @@ def pairs(workers: WorkerTable, avoid: frozenset[str] = NOBODY) -> set[tuple[str
     return {(candidate.prefill_worker, candidate.decode_worker) for candidate in found}
 
 
-P_OLD, D_OLD, P_NEW, D_NEW = BOTH = tuple(
-    of_version(f"{role}-{age}", {"p": P, "d": D}[role], version)
-    for age, version in (("old", OLD), ("new", NEW))
-    for role in "pd"
-)
+BOTH = (of_version("p-old", OLD), of_version("d-old", OLD), of_version("p-new", NEW), of_version("d-new", NEW))
 
 
 def test_only_workers_of_one_version_are_paired() -> None:
-    alone: set[tuple[str | None, str]] = {(None, "d-old"), (None, "d-new")}
-    assert pairs(table(*BOTH, config=EITHER)) == {("p-old", "d-old"), ("p-new", "d-new")} | alone
-    assert pairs(table(*BOTH, config=NEVER_LOCAL)) == {("p-old", "d-old"), ("p-new", "d-new")}
+    both: set[tuple[str | None, str]] = {("p-old", "d-old"), ("p-new", "d-new")}
+    assert pairs(table(*BOTH, config=EITHER)) == both | {(None, "d-old"), (None, "d-new")}
+    assert pairs(table(*BOTH, config=NEVER_LOCAL)) == both
 
 
 def test_many_workers_of_one_version_hide_no_pair_of_the_other() -> None:
     """The policy compares pairs of the cheapest few workers of each pool."""
-    many = [of_version(f"a-p-old-{number}", P, OLD) for number in range(20)]
+    many = [of_version(f"p-{number}", OLD) for number in range(20)]
     assert ("p-new", "d-new") in pairs(table(*many, *BOTH, config=NEVER_LOCAL))
 
 
 def test_a_decode_worker_without_a_prefill_worker_of_its_version_computes_prompts_itself() -> None:
     """Also where prompts should not run there: else the request would wait for ever."""
-    workers = table(P_OLD, D_OLD, D_NEW, config=NEVER_LOCAL)
-    assert pairs(workers) == {("p-old", "d-old"), (None, "d-new")}
+    p_old, d_old, _, d_new = BOTH
+    assert pairs(table(p_old, d_old, d_new, config=NEVER_LOCAL)) == {("p-old", "d-old"), (None, "d-new")}
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])
 def test_a_worker_learns_only_of_peers_of_its_version(version: int) -> None:
-    joining = of_version("d-2", D, version)
+    joining = of_version("d-2", version)
     peer = {OLD: "p-old", NEW: "p-new"}[version]
     assert {update.worker_id for update in announce_join(joining, BOTH)} == {"d-2", peer}
     assert {update.worker_id for update in announce_leave(joining, BOTH)} == {peer}
 
 
 def test_the_version_of_a_worker_reaches_the_router() -> None:
-    sent = of_version("d", D, NEW).agent
+    sent = of_version("d", NEW).agent
     assert codec.decode_agent(codec.encode_agent(sent)) == sent
 
 
