@@ -4,6 +4,7 @@ computing it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from router.routing.policy import (
     NO_READ,
     UNKNOWN_BYTES_PER_S,
     Candidate,
+    Option,
     PrefixRead,
     RoutingQuestion,
     SecondsPolicy,
@@ -41,48 +43,49 @@ WITH_DISK = replace(IDLE, worker_id="P", block_bytes=BLOCK_BYTES, block_size=BLO
 PATH = PathStatus("S", PathState.FINE, bytes_per_s=1e9)  # a block in 1 ms; to compute it takes 4
 
 
-def read_by(
-    reader: WorkerView, owner: WorkerView = OWNER, owned: int = 80, cached: int = 0, now: float = 0.0
-) -> PrefixRead:
-    """Of a prompt of 100 tokens."""
-    question = RoutingQuestion(100, [(reader, cached)], [(D, 0)], True, BLOCK, now, [(owner, owned)])
-    found = SecondsPolicy(NEVER).candidates(question)[0]
-    assert found.read is NO_READ or found.uncached_tokens == 100 - owned
+def best(
+    reader: WorkerView, cached: int = 0, *sources: Option, on_disk: int = 0, num_tokens: int = 100, now: float = 0.0
+) -> Candidate:
+    disk = {"P": on_disk}
+    question = RoutingQuestion(num_tokens, [(reader, cached)], [(D, 0)], True, BLOCK, now, sources, disk)
+    return SecondsPolicy(NEVER).candidates(question)[0]
+
+
+def read_by(reader: WorkerView, owner: WorkerView = OWNER, cached: int = 0, now: float = 0.0) -> PrefixRead:
+    found = best(reader, cached, (owner, 80), now=now)
+    assert found.read is NO_READ or found.uncached_tokens == 20
     return found.read
 
 
+def over(**path: float) -> WorkerView:
+    return replace(READER, paths={"S": replace(PATH, **path)})
+
+
 def test_a_prefix_is_read_where_that_is_faster_than_computing_it() -> None:
-    reader = replace(READER, paths={"S": PATH})
-    assert read_by(reader)[:3] == ("S", 80, pytest.approx(0.02 + MESSAGE_S))
-    assert read_by(reader).gain_s == pytest.approx(0.06 - MESSAGE_S)
-    assert read_by(reader, cached=40)[:3] == ("S", 40, pytest.approx(0.01 + MESSAGE_S))
-    assert read_by(replace(READER, paths={"S": replace(PATH, latency_s=0.01)})).seconds == pytest.approx(
-        0.03 + MESSAGE_S
-    )
-    assert read_by(reader, cached=80) is NO_READ
-    saves_too_little = replace(PATH, bytes_per_s=0.02e9 / (0.0785 - MESSAGE_S))  # 1.5 ms of 100
-    assert read_by(replace(READER, paths={"S": saves_too_little})) is NO_READ
-    assert read_by(replace(reader, paths={"S": replace(PATH, bytes_per_s=2e8)})) is NO_READ  # 0.1 s for 0.08 s
+    assert read_by(over())[:3] == ("S", 80, pytest.approx(0.02 + MESSAGE_S))
+    assert read_by(over()).gain_s == pytest.approx(0.06 - MESSAGE_S)
+    assert read_by(over(), cached=40)[:3] == ("S", 40, pytest.approx(0.01 + MESSAGE_S))
+    assert read_by(over(latency_s=0.01)).seconds == pytest.approx(0.03 + MESSAGE_S)
+    assert read_by(over(), cached=80) is NO_READ
+    assert read_by(over(bytes_per_s=0.02e9 / (0.0785 - MESSAGE_S))) is NO_READ, "it saves 1.5 ms of 100"
+    assert read_by(over(bytes_per_s=2e8)) is NO_READ, "0.1 s for 0.08 s"
 
 
 def test_the_queue_and_the_read_pass_at_the_same_time() -> None:
-    reader = replace(READER, paths={"S": PATH}, backlog=backlog(0.05))
-    question = RoutingQuestion(100, [(reader, 0)], [(D, 0)], True, BLOCK, sources=[(OWNER, 80)])
-    found = SecondsPolicy(NEVER).candidates(question)[0]
+    found = best(replace(over(), backlog=backlog(0.05)), 0, (OWNER, 80))
     assert found.read.seconds < found.queue_s
     assert found.first_token_s == pytest.approx(found.queue_s + found.prefill_s + MESSAGE_S)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_read"), [(80, 76), (81, 80)])
 def test_the_last_token_of_a_prompt_is_not_read(num_tokens: int, num_read: int) -> None:
-    for reader in (replace(READER, paths={"S": PATH}), WITH_DISK):
-        question = RoutingQuestion(num_tokens, [(reader, 0)], [(D, 0)], True, BLOCK, 0.0, [(OWNER, 84)], {"P": 84})
-        found = SecondsPolicy(NEVER).candidates(question)[0]
+    for reader in (over(), WITH_DISK):
+        found = best(reader, 0, (OWNER, 84), on_disk=84, num_tokens=num_tokens)
         assert (found.read.num_tokens, found.uncached_tokens) == (num_read, num_tokens - num_read)
 
 
 def test_pulls_that_the_router_knows_of_come_first() -> None:
-    reader = replace(READER, paths={"S": PATH}, link_until=10.03)
+    reader = replace(over(), link_until=10.03)
     assert read_by(reader, now=10.0).seconds == pytest.approx(0.05 + MESSAGE_S)
     assert read_by(reader, replace(OWNER, link_until=10.05), now=10.0).seconds == pytest.approx(0.07 + MESSAGE_S)
     assert read_by(reader, replace(OWNER, link_until=10.07), now=10.0) is NO_READ
@@ -402,20 +405,15 @@ def test_a_source_that_fails_again_and_again_is_asked_ever_more_rarely() -> None
 # ---- a disk
 
 
-def read_from_disk(worker: WorkerView, cached: int = 0, *, is_peer_near: bool = False) -> PrefixRead:
-    """Of a prompt of 100 tokens, which a peer has, too."""
-    sources = [(OWNER, 80)] if is_peer_near else []
-    question = RoutingQuestion(100, [(worker, cached)], [(D, 0)], True, BLOCK, 0.0, sources, {"P": 80})
-    found = SecondsPolicy(NEVER).candidates(question)[0]
-    return found.read
-
-
 def test_a_disk_is_read_where_that_is_faster_than_computing() -> None:
-    assert read_from_disk(WITH_DISK)[:3] == ("P", 80, pytest.approx(0.02 + DISK_READ_S))
-    assert read_from_disk(WITH_DISK, cached=40)[:3] == ("P", 40, pytest.approx(0.01 + DISK_READ_S))
-    assert read_from_disk(WITH_DISK, cached=80) is NO_READ
-    assert read_from_disk(replace(WITH_DISK, disk_bytes_per_s=2e8)) is NO_READ  # 0.1 s for 0.08 s
-    assert read_from_disk(replace(WITH_DISK, num_free_blocks=19)) is NO_READ
+    def read(cached: int = 0, **worker: Any) -> PrefixRead:
+        return best(replace(WITH_DISK, **worker), cached, on_disk=80).read
+
+    assert read()[:3] == ("P", 80, pytest.approx(0.02 + DISK_READ_S))
+    assert read(40)[:3] == ("P", 40, pytest.approx(0.01 + DISK_READ_S))
+    assert read(80) is NO_READ
+    assert read(disk_bytes_per_s=2e8) is NO_READ, "0.1 s for 0.08 s"
+    assert read(num_free_blocks=19) is NO_READ
 
 
 def test_a_large_fleet_does_not_overlook_the_worker_with_the_disk() -> None:
@@ -427,9 +425,9 @@ def test_a_large_fleet_does_not_overlook_the_worker_with_the_disk() -> None:
 
 
 def test_the_faster_of_disk_and_peer_is_read() -> None:
-    both = replace(READER, paths={"S": PATH}, block_size=BLOCK, disk_bytes_per_s=2e9)
-    assert read_from_disk(both, is_peer_near=True).source == "P"
-    assert read_from_disk(replace(both, disk_bytes_per_s=5e8), is_peer_near=True).source == "S"
+    for disk_bytes_per_s, source in ((2e9, "P"), (5e8, "S")):
+        both = replace(over(), block_size=BLOCK, disk_bytes_per_s=disk_bytes_per_s)
+        assert best(both, 0, (OWNER, 80), on_disk=80).read.source == source
 
 
 def test_reports_say_what_lies_on_disk_and_no_peer_is_asked_for_it() -> None:
