@@ -65,29 +65,41 @@ def test_a_field_of_millions_of_items_is_refused_by_its_length_within_millisecon
     assert time.thread_time() - started_at < 0.005
 
 
-def text(**fields: object) -> GenerateRequest:
-    return GenerateRequest(**({"text": "hello"} | fields))  # type: ignore[arg-type]
+def text(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(**({"text": "hello"} | fields))
 
 
-def sampled(**fields: object) -> GenerateRequest:
-    return text(sampling=SamplingParams(**fields))  # type: ignore[arg-type]
+def sampled(**fields: Any) -> GenerateRequest:
+    return text(sampling=SamplingParams(**fields))
 
 
-def stop(**fields: object) -> GenerateRequest:
-    return text(stop=StopConditions(**fields))  # type: ignore[arg-type]
+def stop(**fields: Any) -> GenerateRequest:
+    return text(stop=StopConditions(**fields))
 
 
-def chat(*turns: tuple[str, str]) -> GenerateRequest:
-    messages = [ChatMessage(role=role, content=content) for role, content in turns]
-    return GenerateRequest(chat=ChatPrompt(messages=messages))
+def ids(*token_ids: int) -> GenerateRequest:
+    return GenerateRequest(token_ids=TokenIds(ids=token_ids))
 
 
+def user(count: int = 1, tools: int = 0) -> ChatPrompt:
+    return ChatPrompt(messages=[ChatMessage(role="user", content="a")] * count, tools=[Tool(name="a")] * tools)
+
+
+def chat(role: str) -> GenerateRequest:
+    return GenerateRequest(chat=ChatPrompt(messages=[ChatMessage(role=role, content="hi")]))
+
+
+def shaped(**form: Any) -> GenerateRequest:
+    return text(output_format=OutputFormat(**form))
+
+
+A = OutputFormat(regex="a")
 REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (GenerateRequest(), "prompt", "one of text, chat, token_ids must be set"),
     (GenerateRequest(text=""), "text", "at least 1 token"),
-    (GenerateRequest(token_ids=TokenIds()), "token_ids", "at least 1 token"),
-    (GenerateRequest(token_ids=TokenIds(ids=[1, 10**6])), "token_ids", "1000000"),
-    (GenerateRequest(token_ids=TokenIds(ids=[1] * 8192)), "token_ids", "in the context of 8192 tokens"),
+    (ids(), "token_ids", "at least 1 token"),
+    (ids(1, 10**6), "token_ids", "1000000"),
+    (ids(*[1] * 8192), "token_ids", "in the context of 8192 tokens"),
     (GenerateRequest(token_ids=TokenIds(ids=[1] * 8191), stop=StopConditions(max_tokens=2)), "max_tokens", "8192"),
     (GenerateRequest(text="a" * 10_000), "prompt", "context of"),
     (GenerateRequest(text="a" * 1_000_001), "text", "at most 1000000 characters"),
@@ -112,22 +124,18 @@ REFUSED: list[tuple[GenerateRequest, str, str]] = [
     (text(request_id="\x1b[2J"), "request_id", "no control characters"),
     (text(request_id="a\u2028b"), "request_id", "no control characters"),
     (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
-    (chat(("robot", "hi")), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
-    (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
-    (text(output_format=OutputFormat()), "output_format", "json_schema, json_object, regex, choices, lark must be set"),
-    (text(output_format=OutputFormat(json_schema="{")), "output_format.json_schema", "must be JSON"),
-    (text(output_format=OutputFormat(json_schema="3")), "output_format.json_schema", "a JSON object, true or false"),
-    (text(output_format=OutputFormat(json_schema='{"type": "objekt"}')), "output_format", "Invalid type: objekt"),
-    (text(output_format=OutputFormat(json_object=False)), "output_format.json_object", "must be true"),
-    (text(output_format=OutputFormat(choices=Choices())), "output_format.choices", "must have 1 to 1024 texts, has 0"),
-    (text(output_format=OutputFormat(choices=Choices(texts=["a", ""]))), "output_format.choices", "an empty text"),
-    (text(output_format=OutputFormat(regex="a" * 70_000)), "output_format.regex", "65536 characters, has 70000"),
-    (text(output_format=OutputFormat(lark="start: nothing")), "output_format", ""),
-    (
-        text(output_format=OutputFormat(regex="a"), stop=StopConditions(ignore_eos=True)),
-        "ignore_eos",
-        "must be false beside",
-    ),
+    (chat("robot"), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
+    (chat("r" * 100_000), "chat.messages[0].role", "rrr...'"),
+    (shaped(), "output_format", "json_schema, json_object, regex, choices, lark must be set"),
+    (shaped(json_schema="{"), "output_format.json_schema", "must be JSON"),
+    (shaped(json_schema="3"), "output_format.json_schema", "a JSON object, true or false"),
+    (shaped(json_schema='{"type": "objekt"}'), "output_format", "Invalid type: objekt"),
+    (shaped(json_object=False), "output_format.json_object", "must be true"),
+    (shaped(choices=Choices()), "output_format.choices", "must have 1 to 1024 texts, has 0"),
+    (shaped(choices=Choices(texts=["a", ""])), "output_format.choices", "an empty text"),
+    (shaped(regex="a" * 70_000), "output_format.regex", "65536 characters, has 70000"),
+    (shaped(lark="start: nothing"), "output_format", ""),
+    (text(output_format=A, stop=StopConditions(ignore_eos=True)), "ignore_eos", "must be false beside"),
 ]
 
 
@@ -208,17 +216,14 @@ def test_the_tenant_of_a_request_is_its_user_and_else_its_salt(user: str, salt: 
     assert [choice.tenant for choice in prepared(wire).choices] == [tenant, tenant]
 
 
-CALLS = [ToolCall(id="1", name="a")] * 8
-
-
 @pytest.mark.parametrize(
     ("prompt", "on_the_loop"),
     [
-        (ChatPrompt(messages=[ChatMessage(role="user", content="a")] * 6), True),
-        (ChatPrompt(messages=[ChatMessage(role="user", content="a")] * 8), False),
-        (ChatPrompt(messages=[ChatMessage(role="user", content="a")], tools=[Tool(name="a")] * 2), True),
-        (ChatPrompt(messages=[ChatMessage(role="user", content="a")], tools=[Tool(name="a")] * 4), False),
-        (ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=CALLS)]), False),
+        (user(6), True),
+        (user(8), False),
+        (user(tools=2), True),
+        (user(tools=4), False),
+        (ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=[ToolCall(id="1", name="a")] * 8)]), False),
     ],
 )
 def test_messages_and_tools_count_however_short_they_are(prompt: ChatPrompt, on_the_loop: bool) -> None:
@@ -233,33 +238,29 @@ def test_a_text_on_the_loop_is_at_most_a_kilobyte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt_tokens", "limit"),
+    ("num_prompt_tokens", "context", "pools", "limit"),
     [
-        (100, 8065),  # the output has almost as much room as in the larger pool
-        (7_900, 8065),  # 165 tokens, in the larger pool 292
-        (7_950, 8192),  # 115 and 242
-        (8_100, 8192),
+        (100, 8192, (8_065, 16_129), 8065),  # the output has almost as much room as in the larger pool
+        (7_900, 8192, (8_065, 16_129), 8065),  # 165 tokens, in the larger pool 292
+        (7_950, 8192, (8_065, 16_129), 8192),  # 115 and 242
+        (8_100, 8192, (8_065, 16_129), 8192),
+        (100, 100_000, (2_001, 50_001, 50_501), 50_001),  # small workers do not cut answers to a tenth
+        (100, 8192, (), 8192),  # no decode worker serves yet
     ],
 )
 def test_the_default_length_fits_the_smallest_pool_with_half_the_room_for_output(
-    num_prompt_tokens: int, limit: int
+    num_prompt_tokens: int, context: int, pools: tuple[int, ...], limit: int
 ) -> None:
-    assert default_limit(num_prompt_tokens, 8192, (8_065, 16_129)) == limit
-
-
-def test_small_workers_do_not_cut_answers_of_large_ones_to_a_tenth() -> None:
-    assert default_limit(100, 100_000, (2_001, 50_001, 50_501)) == 50_001
-    assert default_limit(100, 8192, ()) == 8192, "no decode worker serves yet"
+    assert default_limit(num_prompt_tokens, context, pools) == limit
 
 
 # ---- a resumed answer
 
 
-def resuming(output: str | list[int], **fields: object) -> GenerateRequest:
+def resuming(output: str | list[int], **fields: Any) -> GenerateRequest:
     own = {name: fields.pop(name) for name in ("n", "output_format") if name in fields}
-    ids = list(output.encode()) if isinstance(output, str) else output
-    stop = StopConditions(**({"max_tokens": 20} | fields))  # type: ignore[arg-type]
-    return GenerateRequest(text="a prompt", resume=ids, stop=stop, **own)  # type: ignore[arg-type]
+    token_ids = list(output.encode()) if isinstance(output, str) else output
+    return text(text="a prompt", resume=token_ids, stop=StopConditions(**({"max_tokens": 20} | fields)), **own)
 
 
 CHOICES = OutputFormat(choices=Choices(texts=["yes", "yesterday"]))
@@ -304,22 +305,21 @@ def test_an_answer_that_its_last_token_ends_is_told_from_one_that_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("fields", "text", "stop_match"),
+    ("stops", "min_tokens", "text", "stop_match"),
     [
-        ({}, "xé☃ab☃😀stay", ""),
-        ({"stop_strings": ["b☃", "☃😀", "stop"]}, "xé☃a", "b☃"),
-        ({"stop_strings": ["é", "☃", "stay"], "min_tokens": 12}, "xé☃ab☃😀", "stay"),
+        ([], 0, "xé☃ab☃😀stay", ""),
+        (["b☃", "☃😀", "stop"], 0, "xé☃a", "b☃"),  # stop strings that overlap
+        (["é", "☃", "stay"], 12, "xé☃ab☃😀", "stay"),  # a stop string behind min_tokens
     ],
-    ids=["no stop string", "stop strings that overlap", "a stop string behind min_tokens"],
 )
 def test_resumed_at_any_index_the_text_goes_on_behind_the_text_of_the_client(
-    fields: dict[str, object], text: str, stop_match: str
+    stops: list[str], min_tokens: int, text: str, stop_match: str
 ) -> None:
     output = list("xé☃ab☃😀stay".encode())
     for index in range(1, len(f"{text}{stop_match}".encode())):
-        stops, min_tokens = fields.get("stop_strings", ()), fields.get("min_tokens", 0)
-        of_client = TextStream(TOKENIZER.detokenizer(), StopStrings(stops), min_tokens)  # type: ignore[arg-type]
-        ((rest, _),) = prepared(resuming(output[:index], **fields)).outputs
+        of_client = TextStream(TOKENIZER.detokenizer(), StopStrings(stops), min_tokens)
+        resumed = resuming(output[:index], stop_strings=stops, min_tokens=min_tokens)
+        ((rest, _),) = prepared(resumed).outputs
         shown = of_client.push(output[:index])[0] + rest.push(output[index:])[0] + rest.flush()
         assert (shown, rest.stop_match) == (text, stop_match), index
 
