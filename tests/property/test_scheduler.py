@@ -99,7 +99,7 @@ def computed_part(plan: StepPlan, failed: Set[str]) -> StepPlan:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    patches = (patch("core.scheduling.step_planner.choose_drafts", take_all),)
+    patches: tuple[Any, ...] = (patch("core.scheduling.step_planner.choose_drafts", take_all),)
 
     def __init__(self) -> None:
         super().__init__()

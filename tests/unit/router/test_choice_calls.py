@@ -177,10 +177,8 @@ def test_a_call_whose_tags_are_special_tokens_is_a_call(tool_format: str, requir
     wire = GenerateRequest(chat=ChatPrompt(tools=[Tool(name="add", parameters_json=schema)], tool_choice=choice))
     form = FORMATS[tool_format]
     call = f'{form.before_name}"add"{form.before_arguments}{{"a": 1}}{form.after}'
-    opening = "" if required else "Wait. "
-    text = f"{opening}{form.tag}[{call}]" if form.is_list else f"{opening}{form.tag}{call}"
-    if required and not form.needs_tag:
-        text = call
+    opening, listed = "" if required else "Wait. ", f"[{call}]" if form.is_list else call
+    text = call if required and not form.needs_tag else f"{opening}{form.tag}{listed}"
     parts = re.split("(" + "|".join(map(re.escape, TaggedCodec.tags)) + ")", text)
     token_ids = [
         one for part in parts for one in ([TaggedCodec.tags[part]] if part in TaggedCodec.tags else part.encode())

@@ -12,39 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequest
-from protos import kserve_pb2
+from protos.kserve_pb2 import InferParameter, InferTensorContents, ModelInferRequest
 from router.kserve import kserve_tensors
 from router.kserve.kserve_tensors import PARAMETERS, decode_request
 from runtime.rpc.grpc_server import FIELD_KEY, trailers_of
 
+OUTPUT = ModelInferRequest.InferRequestedOutputTensor
 NAMES = st.one_of(st.sampled_from([*PARAMETERS, "stop", "stream"]), st.text(max_size=80))
 STOPS = st.lists(st.one_of(st.text(max_size=4), st.just("\ud800")), max_size=3).map(json.dumps)
 VALUES = st.one_of(
-    st.builds(kserve_pb2.InferParameter, bool_param=st.booleans()),
-    st.builds(kserve_pb2.InferParameter, int64_param=st.integers(-(2**63), 2**63 - 1)),
-    st.builds(kserve_pb2.InferParameter, double_param=st.floats()),
-    st.builds(kserve_pb2.InferParameter, string_param=st.one_of(st.text(max_size=20), STOPS)),
+    st.builds(InferParameter, bool_param=st.booleans()),
+    st.builds(InferParameter, int64_param=st.integers(-(2**63), 2**63 - 1)),
+    st.builds(InferParameter, double_param=st.floats()),
+    st.builds(InferParameter, string_param=st.one_of(st.text(max_size=20), STOPS)),
 )
-
-
-PARAMETER, TENSOR = kserve_pb2.InferParameter, kserve_pb2.ModelInferRequest.InferInputTensor
-OUTPUT = kserve_pb2.ModelInferRequest.InferRequestedOutputTensor
 IDS: dict[str, Any] = {"name": "input_ids", "datatype": "INT32", "shape": [1]}
 
 
-def tensor_of(*texts: bytes, ids: tuple[int, ...] = (), **fields: Any) -> kserve_pb2.ModelInferRequest.InferInputTensor:
-    contents = kserve_pb2.InferTensorContents(bytes_contents=texts, int_contents=ids)
+def tensor_of(*texts: bytes, ids: tuple[int, ...] = (), **fields: Any) -> ModelInferRequest.InferInputTensor:
+    contents = InferTensorContents(bytes_contents=texts, int_contents=ids)
     named: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": contents}
-    return TENSOR(**named | fields)
+    return ModelInferRequest.InferInputTensor(**named | fields)
 
 
 def request_of(
-    tensor: kserve_pb2.ModelInferRequest.InferInputTensor | None = None, /, **parameters: kserve_pb2.InferParameter
-) -> kserve_pb2.ModelInferRequest:
-    return kserve_pb2.ModelInferRequest(model_name="m", inputs=[tensor or tensor_of(b"hello")], parameters=parameters)
+    tensor: ModelInferRequest.InferInputTensor | None = None, /, **parameters: InferParameter
+) -> ModelInferRequest:
+    return ModelInferRequest(model_name="m", inputs=[tensor or tensor_of(b"hello")], parameters=parameters)
 
 
-def refusal_of(request: kserve_pb2.ModelInferRequest) -> InvalidRequest:
+def refusal_of(request: ModelInferRequest) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as refused:
         decode_request(request, 100)
     return refused.value
@@ -52,7 +49,7 @@ def refusal_of(request: kserve_pb2.ModelInferRequest) -> InvalidRequest:
 
 @given(st.dictionaries(NAMES, VALUES, max_size=3), st.lists(st.text(max_size=80), max_size=2), st.text(max_size=80))
 def test_any_request_is_read_or_refused_in_words_that_grpc_can_carry(
-    parameters: dict[str, kserve_pb2.InferParameter], outputs: list[str], tensor: str
+    parameters: dict[str, InferParameter], outputs: list[str], tensor: str
 ) -> None:
     request = request_of(**parameters)
     for name in outputs:
@@ -71,38 +68,34 @@ def test_any_request_is_read_or_refused_in_words_that_grpc_can_carry(
 
 @pytest.mark.parametrize("name", ["größe", "a\nb", "\x00"])
 def test_a_name_that_is_no_header_value_is_in_the_message_only(name: str) -> None:
-    refused = refusal_of(request_of(**{name: PARAMETER(bool_param=True)}))
+    refused = refusal_of(request_of(**{name: InferParameter(bool_param=True)}))
     assert f"parameters.{name}: is unknown" in str(refused)
     assert FIELD_KEY not in dict(trailers_of(refused))
 
 
-MALFORMED: list[tuple[kserve_pb2.ModelInferRequest, str, str]] = [
-    (kserve_pb2.ModelInferRequest(), "inputs", "must be one tensor"),
+MALFORMED: list[tuple[ModelInferRequest, str, str]] = [
+    (ModelInferRequest(), "inputs", "must be one tensor"),
     (request_of(tensor_of(b"a", name="image")), "inputs.image", "text_input"),
     (request_of(tensor_of(b"a", datatype="FP32")), "inputs.text_input", "BYTES"),
     (request_of(tensor_of(b"a", b"b", shape=[2])), "inputs.text_input", "[1]"),
     (request_of(tensor_of(b"\xff")), "inputs.text_input", "UTF-8"),
-    (kserve_pb2.ModelInferRequest(inputs=[tensor_of()], raw_input_contents=[b"hello"]), "inputs.text_input", "4 bytes"),
+    (ModelInferRequest(inputs=[tensor_of()], raw_input_contents=[b"hello"]), "inputs.text_input", "4 bytes"),
     (request_of(tensor_of(ids=(1,), **IDS | {"shape": [7]})), "inputs.input_ids", "shape"),
     (request_of(tensor_of(ids=(-1,), **IDS)), "inputs.input_ids", "0 or more"),
+    (ModelInferRequest(inputs=[tensor_of(**IDS)], raw_input_contents=[bytes(404)]), "inputs.input_ids", "has 101"),
+    (request_of(beam_width=InferParameter(int64_param=2)), "parameters.beam_width", "is unknown"),
+    (request_of(top_p=InferParameter(string_param="high")), "parameters.top_p", "must be a number, is 'high'"),
+    (request_of(max_tokens=InferParameter(int64_param=-4)), "parameters.max_tokens", "out of range"),
+    (request_of(max_tokens=InferParameter(string_param="9" * 100_000)), "parameters.max_tokens", "type int, is str"),
+    (request_of(temperature=InferParameter(string_param="x" * 100_000)), "parameters.temperature", "number, is 'xxx"),
+    (request_of(stop=InferParameter(string_param="[1]")), "parameters.stop", "array of strings"),
+    (request_of(stop=InferParameter(string_param='["\\ud800"]')), "parameters.stop", "half a surrogate pair"),
     (
-        kserve_pb2.ModelInferRequest(inputs=[tensor_of(**IDS)], raw_input_contents=[bytes(404)]),
-        "inputs.input_ids",
-        "has 101",
+        request_of(stop=InferParameter(string_param="[" * 100_000)),
+        "parameters.stop",
+        "at most 65536 characters, has 100000",
     ),
-    (request_of(beam_width=PARAMETER(int64_param=2)), "parameters.beam_width", "is unknown"),
-    (request_of(top_p=PARAMETER(string_param="high")), "parameters.top_p", "must be a number, is 'high'"),
-    (request_of(max_tokens=PARAMETER(int64_param=-4)), "parameters.max_tokens", "out of range"),
-    (request_of(max_tokens=PARAMETER(string_param="9" * 100_000)), "parameters.max_tokens", "type int, is str"),
-    (request_of(temperature=PARAMETER(string_param="x" * 100_000)), "parameters.temperature", "number, is 'xxx"),
-    (request_of(stop=PARAMETER(string_param="[1]")), "parameters.stop", "array of strings"),
-    (request_of(stop=PARAMETER(string_param='["\\ud800"]')), "parameters.stop", "half a surrogate pair"),
-    (request_of(stop=PARAMETER(string_param="[" * 100_000)), "parameters.stop", "at most 65536 characters, has 100000"),
-    (
-        kserve_pb2.ModelInferRequest(inputs=[tensor_of(b"a")], outputs=[OUTPUT(name="logits")]),
-        "outputs.logits",
-        "one of",
-    ),
+    (ModelInferRequest(inputs=[tensor_of(b"a")], outputs=[OUTPUT(name="logits")]), "outputs.logits", "one of"),
 ]
 
 
@@ -115,7 +108,7 @@ def test_a_refusal_names_what_is_wrong_and_stays_short() -> None:
 
 def test_stop_strings_are_one_text_or_a_json_list() -> None:
     for text, stops in (("END", ["END"]), ("[END]", ["[END]"]), ('["a", "[b]"]', ["a", "[b]"])):
-        read = decode_request(request_of(stop=PARAMETER(string_param=text)), 100)
+        read = decode_request(request_of(stop=InferParameter(string_param=text)), 100)
         assert list(read.generate.stop.stop_strings) == stops
 
 

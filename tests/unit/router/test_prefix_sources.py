@@ -57,7 +57,7 @@ def read_by(reader: WorkerView, owner: WorkerView = OWNER, cached: int = 0, now:
     return found.read
 
 
-def over(**path: float) -> WorkerView:
+def over(**path: Any) -> WorkerView:
     return replace(READER, paths={"S": replace(PATH, **path)})
 
 

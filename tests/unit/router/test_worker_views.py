@@ -128,8 +128,7 @@ def test_a_fleet_awaits_its_first_prefill_worker_and_no_later_one() -> None:
 def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    router = DrivenRouter(prefill=(), decode=())
-    router.fleet("P", "D")
+    router = DrivenRouter()
     router.paths("D", "P", "late")
     view, worker = router.machine.view, router.machine.view.worker
     reports = iter([("late",), ("P", "late", "other")])
@@ -144,7 +143,7 @@ def test_a_scrape_in_its_thread_counts_paths_while_the_loop_adds_and_removes_som
 
 
 def test_the_page_shows_transfers_by_side_and_state_and_what_strangers_sent() -> None:
-    router = DrivenRouter(prefill=(), decode=("D",))
+    router = DrivenRouter(prefill=())
     counts = {OwnerState.OFFERED: 2, PullerState.READING: 3}
     router.reports("D", transfers=counts, num_malformed_messages=4, num_dropped_messages=5)
     found = [(metric, value, labels) for metric, value, labels in readings(router.machine.view)() if value]
