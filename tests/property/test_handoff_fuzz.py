@@ -8,18 +8,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.handoff import (
-    Abort,
-    AbortReason,
-    HandoffMessage,
-    Heartbeat,
-    HeartbeatEntry,
-    OfferedBlocks,
-    Ping,
-    Ready,
-    Release,
-    Want,
-)
+from core import handoff
+from core.handoff import AbortReason, HandoffMessage, OfferedBlocks, Ping, Release, Want
 from kv_transfer.protocol.events import MessageReceived, PullCompleted
 from protos.handoff_codec import decode, encode
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
@@ -32,36 +22,30 @@ rows = st.tuples(positions, positions, st.integers(0, 2**64 - 1))
 one_block, blocks = (
     st.lists(rows, min_size=least, max_size=most).map(OfferedBlocks.of) for least, most in ((1, 1), (0, 6))
 )
-entries = st.builds(HeartbeatEntry, transfer_ids, positions, positions, positions)
+entries = st.builds(handoff.HeartbeatEntry, transfer_ids, positions, positions, positions)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(
         Want, transfer_ids, incarnations, counters, st.integers(0, 2**64 - 1),
         st.lists(positions, unique=True, max_size=20).map(lambda found: tuple(sorted(found))),
     ),
-    st.builds(Ready, transfer_ids, incarnations, counters, counters, positions, one_block, st.just(False)),
+    st.builds(handoff.Ready, transfer_ids, incarnations, counters, counters, positions, one_block, st.just(False)),
     st.builds(
-        Ready, transfer_ids, incarnations, counters, counters, positions, blocks, st.just(True),
+        handoff.Ready, transfer_ids, incarnations, counters, counters, positions, blocks, st.just(True),
         st.lists(positions, max_size=4).map(tuple),
     ),
     st.builds(
-        Heartbeat, incarnations, counters, st.none() | counters, st.lists(entries, max_size=4).map(tuple),
+        handoff.Heartbeat, incarnations, counters, st.none() | counters, st.lists(entries, max_size=4).map(tuple)
     ),
     st.builds(Release, transfer_ids, incarnations, counters, st.none() | st.sampled_from(AbortReason)),
-    st.builds(Abort, transfer_ids, incarnations, counters, st.sampled_from(AbortReason), st.text(max_size=40)),
+    st.builds(handoff.Abort, transfer_ids, incarnations, counters, st.sampled_from(AbortReason), st.text(max_size=40)),
     st.builds(Ping, incarnations, counters, st.none() | counters),
 )  # fmt: skip
-
-
-# ---- the codec
 
 
 @given(messages)
 def test_every_message_arrives_as_it_was_sent(message: HandoffMessage) -> None:
     assert decode(encode(message)) == message
-
-
-# ---- the machines
 
 
 @settings(max_examples=200)

@@ -6,11 +6,13 @@ This is the life of a prefill worker. A prompt that passes a half-computed one m
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.scheduling.block_pool import Column
+from core.scheduling.sequence import Sequence
 from core.step import StepPlan
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven
 
@@ -31,28 +33,30 @@ def test_every_prompt_ends_though_readers_keep_its_blocks(
     """`wanted`: (tokens, priority, tenant, steps after the arrival before)."""
     driven = Driven(num_blocks, budget=max_running + spare, max_running=max_running, max_waiting=64)
     pool, scheduler = driven.pool, driven.scheduler
-    arriving = deque(enumerate(wanted))
-    gaps = deque(gap for *_, gap in wanted)
-    sequences = []
+    arrive_at = accumulate(gap for *_, gap in wanted)
+    arriving = deque(zip(arrive_at, wanted, strict=True))
+    sequences: list[Sequence] = []
     leased: dict[str, list[int]] = {}
     reads_end: deque[tuple[int, list[int]]] = deque()  # (step, blocks)
     plans: deque[StepPlan] = deque()
-    next_arrival = gaps.popleft()
     for step in range(MAX_STEPS):
-        while arriving and step >= next_arrival:
-            number, (num_tokens, priority, tenant, _) = arriving.popleft()
+        while arriving and step >= arriving[0][0]:
+            _, (num_tokens, priority, tenant, _) = arriving.popleft()
+            number = len(sequences)
             tokens = range(100 * number + 1, 100 * number + 1 + num_tokens)
-            sequences.append(
-                driven.add(f"p{number}", tokens, arrival=number, priority=priority, tenant=tenant, sample_limit=1)
-            )
-            next_arrival += gaps.popleft() if gaps else 0
+            options = {"arrival": number, "priority": priority, "tenant": tenant, "sample_limit": 1}
+            sequences.append(driven.add(f"p{number}", tokens, **options))
         while reads_end and reads_end[0][0] <= step:
             pool.unlease(reads_end.popleft()[1])
         while len(plans) < 1 + ahead and (plan := scheduler.schedule()) is not None:
             plans.append(plan)
         if plans:
             plan = plans.popleft()
-            _lease_full_blocks(plan, driven, leased)
+            for chunk in plan.chunks:  # offer its full blocks
+                known = leased.setdefault(chunk.sequence.sequence_id, [])
+                new = chunk.sequence.block_table[len(known) : (chunk.start + chunk.num_tokens) // BLOCK_SIZE]
+                pool.lease(new)
+                known += new
             ended = [event.sequence_id for event in driven.end(plan)]
             reads_end.extend((step + read_steps, leased.pop(name, [])) for name in ended)
         if not arriving and not scheduler.queues.by_id:
@@ -61,16 +65,3 @@ def test_every_prompt_ends_though_readers_keep_its_blocks(
     assert all(sequence.finish_reason is not None for sequence in sequences), "a prompt starves"
     assert scheduler.num_preemptions == 0
     assert pool.ledger()[Column.HELD] == 0
-
-
-def _lease_full_blocks(plan: StepPlan, driven: Driven, leased: dict[str, list[int]]) -> None:
-    """Offer the full blocks of each chunk that has run."""
-    for chunk in plan.chunks:
-        name = chunk.sequence.sequence_id
-        known = leased.setdefault(name, [])
-        num_full = (chunk.start + chunk.num_tokens) // BLOCK_SIZE
-        sequence = driven.scheduler.get(name)
-        assert sequence is not None
-        new = sequence.block_table[len(known) : num_full]
-        driven.pool.lease(new)
-        known += new

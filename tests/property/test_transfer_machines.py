@@ -28,8 +28,6 @@ from kv_transfer.protocol.events import OfferEnded, PeerLost, PullCompleted, Pul
 from tests.unit.kv_transfer.transfer_pair import Mail, Pair, Side
 
 CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=2, max_reads_in_flight=2, max_transfers=8)
-
-
 TROUBLES = ["preempt", "cancel", "abort", "break", "sleep"]
 STEPS = ["offer", "reserve_pull", "start_pull"]
 
@@ -84,24 +82,18 @@ class TwoMachines:
         for step in order[late:]:
             getattr(self, step)(transfer)
 
-    def a_late_step_comes(self, pick: int, step: str) -> None:
-        getattr(self, step)(chosen(self.transfers.values(), pick))
-
     def offer(self, transfer: Transfer) -> None:
         if not transfer.offered:
             transfer.offered = True
-            machine = transfer.owner.machine
-            self.pair.do(
-                transfer.owner, machine.offer, transfer.transfer_id, transfer.puller.address, transfer.deadline
-            )
+            owner, reader = transfer.owner, transfer.puller.address
+            self.pair.do(owner, owner.machine.offer, transfer.transfer_id, reader, transfer.deadline)
 
     def reserve_pull(self, transfer: Transfer) -> None:
         if not transfer.reserved:
             transfer.reserved = True
-            puller, owner = transfer.puller, transfer.owner
+            puller = transfer.puller
             now = self.pair.now(puller)
-            met = puller.machine.reserve_pull(transfer.transfer_id, owner.address, now)
-            self.pair.act(puller, met)
+            self.pair.act(puller, puller.machine.reserve_pull(transfer.transfer_id, transfer.owner.address, now))
 
     def start_pull(self, transfer: Transfer) -> None:
         self.reserve_pull(transfer)
@@ -109,9 +101,8 @@ class TwoMachines:
         if transfer.started or transfer.pull_results:
             return
         transfer.started = True
-        positions = range(transfer.num_cached, transfer.num_blocks)
-        machine = transfer.puller.machine
-        self.pair.do(transfer.puller, machine.puller.start, transfer.transfer_id, positions)
+        puller, positions = transfer.puller, range(transfer.num_cached, transfer.num_blocks)
+        self.pair.do(puller, puller.machine.puller.start, transfer.transfer_id, positions)
 
     def targets_come(self, pick: int, count: int, early: bool) -> None:
         """For announced positions, or also for others."""
@@ -188,12 +179,6 @@ class TwoMachines:
             self.pair.time_out_read(side, read_id)
         else:
             (self.pair.fail_read if end == "broken" else self.pair.end_read)(side, read_id)
-
-    def time_passes(self, seconds: float, deliver: bool) -> None:
-        self.pair.wait(seconds, deliver=deliver)
-
-    def other_sequences_run(self, backwards: bool, count: int) -> None:
-        self.overwrite_free_blocks(self.pair.puller if backwards else self.pair.owner, count)
 
     def overwrite_free_blocks(self, side: Side, count: int) -> None:
         blocks = side.pool.allocate(min(count, side.pool.num_available)) or []
@@ -313,7 +298,8 @@ def walk(seed: int, num_steps: int = 120) -> TwoMachines:
             within = rng.choice([math.inf, math.inf, 30.0, 5.0])
             world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late, within)
         elif kind == "late" and world.num_under_way():
-            world.a_late_step_comes(pick(1000), rng.choice(STEPS))
+            transfer = chosen(world.transfers.values(), pick(1000))
+            getattr(world, rng.choice(STEPS))(transfer)
         elif kind == "targets" and world.num_under_way():
             world.targets_come(pick(1000), pick(6) + 1, rng.random() < 0.2)
         elif kind == "chunk" and world.num_under_way():
@@ -325,9 +311,9 @@ def walk(seed: int, num_steps: int = 120) -> TwoMachines:
         elif kind == "read" and any(side.reads for side in world.pair.sides.values()):
             world.a_read_ends(pick(1000), rng.choices(["well", "broken", "late"], [96, 2, 2])[0])
         elif kind == "time":
-            world.time_passes(rng.choice([0.1, 0.5, 2.0, 5.0]), rng.random() < 0.9)
+            world.pair.wait(rng.choice([0.1, 0.5, 2.0, 5.0]), deliver=rng.random() < 0.9)
         elif kind == "other":
-            world.other_sequences_run(rng.random() < 0.5, pick(24) + 1)
+            world.overwrite_free_blocks(world.pair.puller if rng.random() < 0.5 else world.pair.owner, pick(24) + 1)
         elif kind == "trouble" and world.num_under_way():
             world.trouble(pick(1000), rng.choice(TROUBLES))
         world.take_results()
