@@ -48,30 +48,22 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block in blocks:
             self.content[block] = next(self.serial)
 
-    def assert_fresh(self, blocks: list[int], wanted: int) -> None:
+    @rule(wanted=counts, reserves=st.booleans())
+    def allocate(self, wanted: int, reserves: bool) -> None:
+        available = self.pool.num_available
+        blocks = self.pool.reserve(wanted) if reserves else self.pool.allocate(wanted)
+        assert (blocks is None) == (wanted > available)
+        if blocks is None:
+            return
         assert len(set(blocks)) == len(blocks) == wanted
         claimed = self.claims("held") | self.claims("leased") | self.claims("incoming")
         assert not claimed.keys() & set(blocks), "allocated a block with a claim"
         assert not {cached.block for cached in self.cached()} & set(blocks)
-
-    @rule(wanted=counts)
-    def allocate(self, wanted: int) -> None:
-        available = self.pool.num_available
-        blocks = self.pool.allocate(wanted)
-        assert (blocks is None) == (wanted > available)
-        if blocks is not None:
-            self.assert_fresh(blocks, wanted)
+        if reserves:
+            self.incoming.append(blocks)
+        else:
             self.write(blocks)
             self.held.append(blocks)
-
-    @rule(wanted=counts)
-    def reserve(self, wanted: int) -> None:
-        available = self.pool.num_available
-        blocks = self.pool.reserve(wanted)
-        assert (blocks is None) == (wanted > available)
-        if blocks is not None:
-            self.assert_fresh(blocks, wanted)
-            self.incoming.append(blocks)
 
     @precondition(lambda self: self.incoming)
     @rule(pick=picks, arrives=st.booleans())
@@ -172,12 +164,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert ledger[Column.LEASED] == len(leased.keys() - held.keys())
         assert ledger[Column.INCOMING] == len(incoming)
         assert self.pool.num_available == ledger[Column.FREE] + ledger[Column.CACHED]
-
-    @invariant()
-    def no_block_has_two_owners(self) -> None:
-        incoming = self.claims("incoming")
-        assert all(number == 1 for number in incoming.values())
-        assert not incoming.keys() & (self.claims("held").keys() | self.claims("leased").keys())
+        assert all(number == 1 for number in incoming.values()), "a block has two owners"
+        assert not incoming.keys() & (held.keys() | leased.keys())
 
     @invariant()
     def the_events_give_the_cached_hashes(self) -> None:

@@ -23,6 +23,13 @@ gaps = st.one_of(st.just(0.0), st.floats(0.0, 3.0))
 arrivals = st.lists(st.tuples(gaps, works), min_size=1, max_size=30)
 
 
+def turn(order: PromptOrder, some: Collection[str] = ()) -> str:
+    """The first of all prompts, or of some."""
+    name = order.first_of(some) if some else order.first()
+    assert name is not None
+    return name
+
+
 @dataclass
 class Worker:
     """Computes chunks of at most CHUNK_S in the order of prompts. Its clock is the work that it has done."""
@@ -38,8 +45,7 @@ class Worker:
         self.left[name] = work
 
     def step(self) -> tuple[str, float]:
-        name = self.order.first()
-        assert name is not None
+        name = turn(self.order)
         return name, self.compute(name)
 
     def compute(self, name: str) -> float:
@@ -108,8 +114,7 @@ def test_two_tenants_that_always_have_prompts_get_equal_work(
     worker = Worker()
     for number, work in enumerate(sizes):
         worker.add(f"{'ab'[number % 2]}{number}", work, tenant="ab"[number % 2])
-    served = {"a": 0.0, "b": 0.0}
-    most = {"a": 0.0, "b": 0.0}
+    served, most = {"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}
     for number, (tenant, work, num_steps) in enumerate(others):
         worker.add(f"o{number}", work, tenant=f"other {tenant}")
         for _ in range(num_steps):
@@ -137,9 +142,8 @@ def test_tenants_get_equal_work_even_while_only_some_prompts_can_be_computed(dat
         names = [name for tenant in tenants for name in sorted(n for n in worker.left if n[0] == tenant)[:2]]
         if {name[0] for name in names} != set(tenants):
             break
-        turn = worker.order.first_of(names) if data.draw(st.integers(0, 4)) else worker.order.first()
-        assert turn is not None
-        served[turn[0]] += worker.compute(turn)
+        name = turn(worker.order, names if data.draw(st.integers(0, 4)) else ())
+        served[name[0]] += worker.compute(name)
         assert max(served.values()) - min(served.values()) <= 2.0 * (QUANTUM_S + CHUNK_S) + ROUNDING_S
 
 
@@ -150,8 +154,7 @@ def test_tenants_that_leave_and_return_take_no_more_than_one_that_stays() -> Non
     for tenant in "abcd":
         order.add(tenant, 0, tenant, chunk_s)
     for _ in range(200):
-        name = order.first()
-        assert name is not None
+        name = turn(order)
         served[name] += chunk_s
         order.serve(name, chunk_s, 1000.0 - served["e"] if name == "e" else 0.0)
         if name != "e":
@@ -168,18 +171,13 @@ def test_rounds_that_begin_for_some_prompts_make_up_for_the_excess_of_a_tenant_t
         order.add(tenant, 0, tenant, 100.0)
     order.serve("guest", 3 * QUANTUM_S, 0.0)
     order.discard("guest")
-    for _ in range(4):
-        for _ in range(2):
-            name = order.first_of(["a", "b"])
-            assert name is not None
-            order.serve(name, chunk_s, 100.0)
+    for _ in range(8):
+        order.serve(turn(order, "ab"), chunk_s, 100.0)
     order.add("guest", 0, "guest", chunk_s)
     turns = []
     for _ in range(3):
-        name = order.first()
-        assert name is not None
-        turns.append(name)
-        order.serve(name, chunk_s, 100.0)
+        turns.append(turn(order))
+        order.serve(turns[-1], chunk_s, 100.0)
     assert "guest" in turns
 
 
@@ -234,13 +232,12 @@ def test_each_tenant_gets_its_share_of_ten_rounds_whatever_comes_and_goes_and_wa
                 del worker.left[name]
                 continue
             waits ^= change == "wait"
-            some = worker.order.first_of([*tenants, *sorted(others)[:1]]) if waits else worker.order.first()
-            assert some is not None
-            work = worker.compute(some)
-            if some in tenants:
-                rounds.served[some] += work
-                if some not in worker.left:
-                    worker.add(some, tenants[some], tenant=some)
+            name = turn(worker.order, [*tenants, *sorted(others)[:1]] if waits else ())
+            work = worker.compute(name)
+            if name in tenants:
+                rounds.served[name] += work
+                if name not in worker.left:
+                    worker.add(name, tenants[name], tenant=name)
             if len(rounds.begun) > 22:
                 break
     assert len(rounds.begun) > 22
@@ -333,9 +330,8 @@ def test_other_prices_change_no_order(sizes: list[float], exponent: int, num_ste
     second.order.check()
     second.left = {name: left * factor for name, left in second.left.items()}
     while first.left:
-        name = first.order.first()
-        assert name == second.order.first()
-        assert name is not None
+        name = turn(first.order)
+        assert name == turn(second.order)
         for worker in (first, second):
             worker.order.serve(name, worker.left[name], 0.0)
             worker.order.discard(name)

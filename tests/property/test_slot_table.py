@@ -56,9 +56,8 @@ def test_what_is_here_begins_at_the_first_block_of_its_prompt_also_after_a_resta
                 headers[slot] = header
             else:
                 headers.pop(slot, None)
-                for later, *_ in begun[place + 1 :]:
+                for later, later_slot, _ in begun[place + 1 :]:
                     table.end(later, is_written=False)
-                for _, later_slot, _ in begun[place + 1 :]:
                     headers.pop(later_slot, None)
                 break
         table.check()
@@ -207,11 +206,8 @@ def test_headers_that_no_worker_has_written_make_no_table_wrong(headers: dict[in
 
 
 def test_names_differ_if_salt_tokens_model_or_layout_differ() -> None:
-    ours = identity_of(LAYOUT)
-    others = [
-        identity_of(replace(LAYOUT, **other)) for other in ({"model": "n"}, {"dtype": "bfloat16"}, {"head_dim": 2})
-    ]
-    others.append(identity_of(LAYOUT, "other weights"))
-    roots = [root_name(identity, salt) for identity in (ours, *others) for salt in ("", "tenant", "tenant2")]
+    others = (replace(LAYOUT, model="n"), replace(LAYOUT, dtype="bfloat16"), replace(LAYOUT, head_dim=2))
+    identities = [identity_of(LAYOUT), identity_of(LAYOUT, "other weights"), *map(identity_of, others)]
+    roots = [root_name(identity, salt) for identity in identities for salt in ("", "tenant", "tenant2")]
     names = [chain_name(root, tokens) for root in roots for tokens in (b"1234", b"1235")]
     assert len({*roots, *names}) == len(roots) + len(names)

@@ -88,13 +88,6 @@ def test_only_the_longest_text_that_may_start_a_stop_string_is_held_back(text: s
         if stream.stop_match:
             break
         read = text[: position + 1]
-        assert read.removeprefix(shown) == max((end for end in ends(read) if starts(end, stops)), key=len, default="")
+        ends = (read[place:] for place in range(len(read)))  # the longest first
+        assert read.removeprefix(shown) == next((end for end in ends if any(s.startswith(end) for s in stops)), "")
     assert (shown + stream.flush(), stream.stop_match) == read_at_once(text, stops)
-
-
-def ends(text: str) -> list[str]:
-    return [text[place:] for place in range(len(text))]
-
-
-def starts(text: str, stops: list[str]) -> bool:
-    return any(stop.startswith(text) for stop in stops)
