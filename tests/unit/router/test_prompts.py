@@ -44,6 +44,10 @@ def with_tool(**tool: str) -> ChatPrompt:
     return ChatPrompt(messages=[USER], tools=[Tool(**({"name": "f"} | tool))])
 
 
+def said(role: str, **fields: Any) -> ChatPrompt:
+    return ChatPrompt(messages=[ChatMessage(role=role, **fields)])
+
+
 def with_options(text: str) -> ChatPrompt:
     return ChatPrompt(messages=[USER], template_options_json=text)
 
@@ -71,52 +75,33 @@ def test_the_template_decides_on_the_order_of_roles(roles: str) -> None:
 
 DEEP = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
 MANY = [Tool(name="f")] * (MAX_TOOLS + 1)
+TOO_LONG, TOO_DEEP = " " * (MAX_JSON_CHARS + 1), f'{{"a": {"[" * 30_000}{"]" * 30_000}}}'
 MANY_CALLS = [ToolCall(id="1", name="f")] * (MAX_TOOL_CALLS + 1)
+TOOL, CALL = "chat.tools[0]", "chat.messages[1].tool_calls[0]"
 REFUSED = {
     "too many tools": (ChatPrompt(messages=[USER], tools=MANY), "chat.tools", "at most 128"),
     "a tool twice": (ChatPrompt(messages=[USER], tools=[Tool(name="f")] * 2), "chat.tools[1].name", "unique"),
-    "a name with a space": (with_tool(name="a b"), "chat.tools[0].name", "1 to 64 letters"),
-    "a long name": (with_tool(name="x" * 65), "chat.tools[0].name", "1 to 64"),
-    "parameters that are no JSON": (with_tool(parameters_json="{"), "chat.tools[0].parameters_json", "JSON object"),
-    "parameters too long": (
-        with_tool(parameters_json=" " * (MAX_JSON_CHARS + 1)), "chat.tools[0].parameters_json", "65536 characters",
-    ),
-    "parameters too deep": (with_tool(parameters_json=f'{{"a": {DEEP}}}'), "chat.tools[0].parameters_json", "32 deep"),
-    "parameters far too deep": (
-        with_tool(parameters_json=f'{{"a": {"[" * 30_000}{"]" * 30_000}}}'), "chat.tools[0].parameters_json", "32 deep",
-    ),
+    "a name with a space": (with_tool(name="a b"), f"{TOOL}.name", "1 to 64 letters"),
+    "a long name": (with_tool(name="x" * 65), f"{TOOL}.name", "1 to 64"),
+    "parameters that are no JSON": (with_tool(parameters_json="{"), f"{TOOL}.parameters_json", "JSON object"),
+    "parameters too long": (with_tool(parameters_json=TOO_LONG), f"{TOOL}.parameters_json", "65536 characters"),
+    "parameters too deep": (with_tool(parameters_json=f'{{"a": {DEEP}}}'), f"{TOOL}.parameters_json", "32 deep"),
+    "parameters far too deep": (with_tool(parameters_json=TOO_DEEP), f"{TOOL}.parameters_json", "32 deep"),
     "a description too long": (with_tool(description="x" * (MAX_CHARS + 1)), "chat", "1000000 characters"),
-    "no id of a call": (with_call(id=""), "chat.messages[1].tool_calls[0].id", "1 to 128"),
-    "a wrong name of a call": (with_call(name="<|im_end|>"), "chat.messages[1].tool_calls[0].name", "1 to 64"),
-    "arguments that are text": (
-        with_call(arguments_json='"x"'), "chat.messages[1].tool_calls[0].arguments_json", "JSON object",
-    ),
-    "an infinite argument": (
-        with_call(arguments_json='{"x": 1e999}'), "chat.messages[1].tool_calls[0].arguments_json", "finite",
-    ),
-    "an argument NaN": (with_call(arguments_json='{"x": NaN}'), "chat.messages[1].tool_calls[0].arguments_json", "NaN"),
-    "half a surrogate pair": (
-        with_call(arguments_json='{"x": "\\ud800"}'), "chat.messages[1].tool_calls[0].arguments_json", "surrogate",
-    ),
-    "calls of the user": (
-        ChatPrompt(messages=[ChatMessage(role="user", tool_calls=[ToolCall(id="1", name="f")])]),
-        "chat.messages[0].tool_calls", "only the assistant",
-    ),
-    "too many calls": (
-        ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=MANY_CALLS)]),
-        "chat.messages[0].tool_calls", "at most 128",
-    ),
-    "an answer of the user to a call": (
-        ChatPrompt(messages=[ChatMessage(role="user", tool_call_id="1")]), "chat.messages[0].tool_call_id", "only for",
-    ),
-    "an answer to no call": (
-        ChatPrompt(messages=[USER, ChatMessage(role="tool", tool_call_id="9")]),
-        "chat.messages[1].tool_call_id", "a message before, is '9'",
-    ),
+    "no id of a call": (with_call(id=""), f"{CALL}.id", "1 to 128"),
+    "a wrong name of a call": (with_call(name="<|im_end|>"), f"{CALL}.name", "1 to 64"),
+    "arguments that are text": (with_call(arguments_json='"x"'), f"{CALL}.arguments_json", "JSON object"),
+    "an infinite argument": (with_call(arguments_json='{"x": 1e999}'), f"{CALL}.arguments_json", "finite"),
+    "an argument NaN": (with_call(arguments_json='{"x": NaN}'), f"{CALL}.arguments_json", "NaN"),
+    "half a surrogate pair": (with_call(arguments_json='{"x": "\\ud800"}'), f"{CALL}.arguments_json", "surrogate"),
+    "calls of the user": (said("user", tool_calls=MANY_CALLS[:1]), "chat.messages[0].tool_calls", "only the assistant"),
+    "too many calls": (said("assistant", tool_calls=MANY_CALLS), "chat.messages[0].tool_calls", "at most 128"),
+    "an answer of the user to a call": (said("user", tool_call_id="1"), "chat.messages[0].tool_call_id", "only for"),
+    "an answer to no call": (said("tool", tool_call_id="9"), "chat.messages[0].tool_call_id", "message before, is '9'"),
     "options that are a list": (with_options("[1]"), "chat.template_options_json", "JSON object"),
     "options that replace messages": (with_options('{"messages": []}'), "chat.template_options_json", "messages"),
     "options that are no names": (with_options('{"a b": 1}'), "chat.template_options_json", "names of variables"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("wire", "field", "says"), REFUSED.values(), ids=REFUSED)
@@ -131,9 +116,8 @@ def test_a_wrong_field_is_named_with_its_limit(wire: ChatPrompt, field: str, say
 def test_values_at_the_limits_are_accepted() -> None:
     deep = json.loads(f'{{"a": {DEEP[1:-1]}}}')
     assert check(with_tool(parameters_json=json.dumps(deep))).tools[0]["function"]["parameters"] == deep
-    assert (
-        len(check(ChatPrompt(messages=[USER], tools=[Tool(name=f"f{n}") for n in range(MAX_TOOLS)])).tools) == MAX_TOOLS
-    )
+    most = [Tool(name=f"f{n}") for n in range(MAX_TOOLS)]
+    assert len(check(ChatPrompt(messages=[USER], tools=most)).tools) == MAX_TOOLS
 
 
 @pytest.mark.parametrize(
@@ -141,7 +125,7 @@ def test_values_at_the_limits_are_accepted() -> None:
     [
         (with_tool(), "chat.tools"),
         (with_call(), "chat.messages[1].tool_calls"),
-        (ChatPrompt(messages=[ChatMessage(role="tool", tool_call_id="1")]), "chat.messages[0].role"),
+        (said("tool", tool_call_id="1"), "chat.messages[0].role"),
     ],
 )
 def test_a_template_that_does_not_know_tools_refuses_them(wire: ChatPrompt, field: str) -> None:
