@@ -43,6 +43,11 @@ class Router:
         """Calls of the other router in the last report."""
         return sum(calls.num_open for name, calls in self.heard.router_calls.items() if name != self.record.router_id)
 
+    def work_of(self, numbers: Iterable[int]) -> tuple[float, int]:
+        """Seconds and blocks of these calls."""
+        works = [self.works[number] for number in numbers]
+        return sum(work.prompt_s for work in works), sum(work.num_blocks for work in works)
+
 
 def brought(record: WorkerRecord) -> tuple[float, int]:
     """Seconds of prompt work and blocks that the view adds to the report."""
@@ -74,19 +79,16 @@ class TwoRouters(RuleBasedStateMachine):
 
     @rule(name=ROUTERS, sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3), max_tokens=st.integers(1, 4))
     def start_calls(self, name: str, sizes: list[int], max_tokens: int) -> None:
-        for num_tokens in sizes:
-            self.start_a_call(name, num_tokens, max_tokens)
-
-    def start_a_call(self, name: str, num_tokens: int, max_tokens: int) -> None:
         router = self.routers[name]
-        if not router.record.has_room:
-            return
-        router.num_calls += 1
-        dispatch_id = f"{name}{router.num_calls}"
-        work = router.works[router.num_calls] = CallWork(num_tokens / 1024, -(-num_tokens // 4))
-        router.record.add_call(dispatch_id, router.num_calls, work)
-        arriving = request(dispatch_id, num_tokens, max_tokens)
-        router.calls.append(DecodeArrived(arriving, None, 1e9, CallId(name, router.num_calls)))
+        for num_tokens in sizes:
+            if not router.record.has_room:
+                return
+            router.num_calls += 1
+            dispatch_id = f"{name}{router.num_calls}"
+            work = router.works[router.num_calls] = CallWork(num_tokens / 1024, -(-num_tokens // 4))
+            router.record.add_call(dispatch_id, router.num_calls, work)
+            arriving = request(dispatch_id, num_tokens, max_tokens)
+            router.calls.append(DecodeArrived(arriving, None, 1e9, CallId(name, router.num_calls)))
 
     @rule(name=ROUTERS)
     def lose_the_calls_on_the_way(self, name: str) -> None:
@@ -123,14 +125,11 @@ class TwoRouters(RuleBasedStateMachine):
             return
         router.heard, last_arrived = router.reports.popleft()
         router.record.take_load(router.heard)
-        numbers = router.record.dispatched.values()
-        on_the_way = [router.works[number] for number in numbers if number > last_arrived]
-        prompt_s, num_blocks = (sum(work.prompt_s for work in on_the_way), sum(work.num_blocks for work in on_the_way))
-        seen = brought(router.record)
+        on_the_way = router.work_of(number for number in router.record.dispatched.values() if number > last_arrived)
         if name in router.heard.router_calls:
-            assert seen == (prompt_s, num_blocks)
+            assert brought(router.record) == on_the_way
         else:  # calls that have arrived and ended count until the router hears of their ends
-            assert seen >= (prompt_s, num_blocks)
+            assert brought(router.record) >= on_the_way
 
     # ---- the worker
 
@@ -168,10 +167,9 @@ class TwoRouters(RuleBasedStateMachine):
         for router in self.routers.values():
             router.record.check()
             assert router.record.view.num_sequences == router.num_others + len(router.record.dispatched)
-            on_the_way = [router.works[arrived.call.number] for arrived in router.calls]
-            prompt_s, num_blocks = brought(router.record)
-            assert prompt_s >= sum(work.prompt_s for work in on_the_way)
-            assert num_blocks >= sum(work.num_blocks for work in on_the_way)
+            prompt_s, num_blocks = router.work_of(arrived.call.number for arrived in router.calls)
+            assert brought(router.record)[0] >= prompt_s
+            assert brought(router.record)[1] >= num_blocks
 
     @rule()
     def let_everything_arrive(self) -> None:

@@ -36,14 +36,9 @@ class MemoryDisk:
         self.content[offset : offset + len(content)] = content
         return len(content)
 
-    def touch(self) -> None:
-        """No other process looks at it."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-    def remove(self) -> None:
-        """Nothing to remove."""
+    def touch(self) -> None: ...
+    def close(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 def name_of(number: int) -> bytes:
