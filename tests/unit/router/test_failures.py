@@ -95,11 +95,6 @@ a resumed request waits for room beyond max_attempts
   decode_error r#1 QueueFull no room
   reports D                             -> decode r#2 D behind 11..13
 
-after a failed hand-off of the only pair the decode worker computes the prompt
-  fleet P D
-  arrives r -> decode r#1 D from P/1; prefill r#1 P for D/1
-  decode_error r#1 TransferFailed lease expired -> cancel r#1; withdraw r#1 P/1; decode r#2 D
-
 after progress max_attempts without a token end the request
   fleet D
   arrives r                               -> decode r#1 D

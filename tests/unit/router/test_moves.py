@@ -90,15 +90,6 @@ a target that says where its part begins has taken over
   decode_error r#2 TransferFailed bad -> cancel r#1; decode r#3 D2 from P/3 behind 10..13
                                       -> prefill r#3 P for D2/3 behind 10..13
 
-a request moves again
-  tokens_from r#2 4 14     -> deliver r 4: 14
-  ends r#1 handoff
-  enter D3                 -> peers D3 owner P; peers P reader D3
-  reports D3 takes_moves=1
-  asks r#2                 -> decode r#3 D3 from D2/3 behind 10..14 moves; move r#2 D2 to r#3 D3/3 13 tokens
-  tokens_from r#3 5 15..29 -> deliver r 5: 15..29
-  ends r#3                 -> cancel r#2; finish r length, migrated, 20 tokens, moves 2
-
 a move that fails is no fault of the worker that computed the prompt
   hands_over r#1 4
   decode_error r#1 WorkerUnavailable D1 died
@@ -129,15 +120,18 @@ a sequence that could stay moves only where a tenth of the pool stays free
 
 a request moves at most twice for lack of room and still leaves a worker that drains
   reports D1 takes_moves=1
-  asks r#1 room        -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
+  asks r#1 room            -> decode r#2 D2 from D1/2 behind 10..13 moves; move r#1 D1 to r#2 D2/2 12 tokens
   hands_over r#1 4
-  tokens_from r#2 4 14 -> deliver r 4: 14
-  asks r#2 room        -> decode r#3 D1 from D2/3 behind 10..14 moves; move r#2 D2 to r#3 D1/3 13 tokens
+  tokens_from r#2 4 14     -> deliver r 4: 14
+  ends r#1 handoff
+  asks r#2 room            -> decode r#3 D1 from D2/3 behind 10..14 moves; move r#2 D2 to r#3 D1/3 13 tokens
   hands_over r#2 5
-  tokens_from r#3 5 15 -> deliver r 5: 15
+  tokens_from r#3 5 15     -> deliver r 5: 15
   asks r#3 room
-  asks r#3             -> decode r#4 D2 from D1/4 behind 10..15 moves; move r#3 D1 to r#4 D2/4 14 tokens
-  counts               -> queued 0; in flight 1; deadlines 1; room moved 2; room no_room 1
+  asks r#3                 -> decode r#4 D2 from D1/4 behind 10..15 moves; move r#3 D1 to r#4 D2/4 14 tokens
+  counts                   -> queued 0; in flight 1; deadlines 1; room moved 2; room no_room 1
+  tokens_from r#4 6 16..29 -> deliver r 6: 16..29
+  ends r#4                 -> cancel r#2; cancel r#3; finish r length, migrated, 20 tokens, moves 3
 
 the room of a target is counted before it reports
   reports D2 draining

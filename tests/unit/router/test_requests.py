@@ -14,14 +14,6 @@ from tests.unit.router.driving_router import DrivenRouter, request, step_tokens,
 
 test_calls = transcripts(
     """
-the first token comes from the prefill worker and the rest from the decode worker
-  fleet P D
-  arrives r                -> decode r#1 D from P/1; prefill r#1 P for D/1
-  prefilled r#1 11         -> deliver r 0: 11
-  tokens_from r#1 0 11
-  tokens_from r#1 1 12..14 -> deliver r 1: 12..14
-  ends r#1                 -> finish r length, disaggregated, 4 tokens
-
 a request finishes if the prefill worker answers after the decode worker
   fleet P D
   arrives r num_logprobs=0    -> decode r#1 D from P/1; prefill r#1 P for D/1

@@ -81,12 +81,6 @@ calls that no router has sent are no other router
   arrives a prompt=20 -> decode a#1 D
   load D              -> D 0.02004 s, 2 sequences, 59 blocks
 
-a call that never arrives counts until it ends
-  fleet D
-  arrives a prompt=20 -> decode a#1 D
-  cancelled a         -> cancel a#1; fail a RequestCancelled: cancelled by the client
-  load D              -> D 0 s, 0 sequences, 64 blocks
-
 the calls of a pair bring prompt work to one worker and blocks to the other
   fleet P D
   arrives a prompt=21 -> decode a#1 D from P/1; prefill a#1 P for D/1
