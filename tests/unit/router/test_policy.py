@@ -17,19 +17,8 @@ from core.errors import ConfigError
 from core.lifecycle import RequestPath
 from core.paths import Lane, PathState, PathStatus
 from core.scheduling.worker_load import NUM_SIZE_CLASSES, size_class
-from router.routing.policy import (
-    MAX_PAIRED,
-    MESSAGE_S,
-    UNKNOWN_BYTES_PER_S,
-    UNKNOWN_ROOM_WAIT_S,
-    Candidate,
-    Option,
-    RoutingQuestion,
-    SecondsPolicy,
-    WorkerView,
-    move_target,
-    reason_for,
-)
+from router.routing import policy
+from router.routing.policy import Candidate, Option, RoutingQuestion, SecondsPolicy, WorkerView, move_target, reason_for
 
 BLOCK = 4
 COST = StepCost(step_s=0.01, sequence_s=0.001, context_s=1e-6, token_s=0.001, pair_s=0.0)
@@ -80,7 +69,7 @@ def test_an_idle_pair_needs_the_time_of_its_steps() -> None:
     assert found.prefill_s == pytest.approx(1.0 + 2 * COST.step_s), "two steps of at most 512 tokens"
     assert (found.queue_s, found.room_wait_s, found.num_streams) == (0.0, 0.0, 0)
     assert (found.uncached_tokens, found.transfer_blocks, found.path) == (1000, 250, RequestPath.DISAGGREGATED)
-    assert found.first_token_s == pytest.approx(found.prefill_s + MESSAGE_S)
+    assert found.first_token_s == pytest.approx(found.prefill_s + policy.MESSAGE_S)
 
 
 def test_cached_tokens_are_not_computed_but_attended_to() -> None:
@@ -121,7 +110,7 @@ def path(bytes_per_s: float, expected: float = 0.0, latency_s: float = 0.0) -> d
         (path(1e6, latency_s=0.25), 0.25 + 128 * 1000 / 1e6),  # of the last chunk: 512 tokens in blocks of 4
         (path(1e4), 256 * 1000 / 1e4 - (1.024 + 2 * COST.step_s)),  # it lags behind the prefill
         (path(0.0, expected=2e6), 128 * 1000 / 2e6),  # the bandwidth of the hardware
-        ({}, 128 * 1000 / UNKNOWN_BYTES_PER_S),
+        ({}, 128 * 1000 / policy.UNKNOWN_BYTES_PER_S),
     ],
 )
 def test_a_transfer_costs_what_the_prefill_does_not_hide(paths: dict[str, PathStatus], transfer_s: float) -> None:
@@ -141,7 +130,7 @@ def test_a_full_decode_worker_is_waited_for_after_the_prefill() -> None:
     full = view("d", num_free_blocks=50, blocks_released_per_s=100.0)
     found = pair(1000, view("p"), full)
     assert found.room_wait_s == pytest.approx(2.0 - found.prefill_s), "200 blocks at 100/s, minus the prefill"
-    assert pair(1000, view("p"), view("d", num_free_blocks=50)).room_wait_s == UNKNOWN_ROOM_WAIT_S
+    assert pair(1000, view("p"), view("d", num_free_blocks=50)).room_wait_s == policy.UNKNOWN_ROOM_WAIT_S
     assert pair(200, view("p"), full).room_wait_s == 0.0
     assert found.first_token_s < found.room_wait_s + found.prefill_s, "the first token comes from the prefill worker"
 
@@ -202,7 +191,7 @@ def test_a_worker_is_charged_for_what_the_prompt_drives_out_of_its_cache_as_ofte
 def test_room_is_waited_for_before_the_decode_worker_computes() -> None:
     found = alone(100, view("d", num_free_blocks=5, blocks_released_per_s=10.0))
     assert found.room_wait_s == pytest.approx(2.0)
-    assert found.first_token_s == pytest.approx(2.0 + found.prefill_s + MESSAGE_S)
+    assert found.first_token_s == pytest.approx(2.0 + found.prefill_s + policy.MESSAGE_S)
 
 
 # ---- the choice
@@ -235,9 +224,9 @@ def test_of_near_ties_the_one_with_the_fewest_requests_of_this_router_wins() -> 
 def test_among_more_decode_workers_than_are_paired_the_cheapest_is_found(
     better: dict[str, Any], others: dict[str, Any]
 ) -> None:
-    decode = [view(f"d{number}", block_bytes=10**7, **others) for number in range(MAX_PAIRED + 2)]
+    decode = [view(f"d{number}", block_bytes=10**7, **others) for number in range(policy.MAX_PAIRED + 2)]
     found = ask(800, [view("p")], [*decode, view("dz", block_bytes=10**7, **better)])
-    assert (found[0].decode_worker, len(found)) == ("dz", MAX_PAIRED)
+    assert (found[0].decode_worker, len(found)) == ("dz", policy.MAX_PAIRED)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +260,7 @@ views = st.builds(
     st.lists(st.floats(0.001, 5.0), max_size=3), st.lists(st.floats(0.001, 5.0), max_size=2), st.integers(0, 40),
     st.integers(0, 200), st.integers(0, 2), st.integers(-20, 100),
 )  # fmt: skip
-drawn_views = st.lists(views, max_size=2 * MAX_PAIRED)
+drawn_views = st.lists(views, max_size=2 * policy.MAX_PAIRED)
 Drawn = list[tuple[dict[str, object], int]]
 
 

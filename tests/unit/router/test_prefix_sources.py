@@ -17,25 +17,15 @@ from core.paths import PathState, PathStatus
 from core.scheduling.worker_load import WorkerChanges
 from router.requests import events
 from router.requests.open_dispatches import LATE_S
+from router.routing import policy
 from router.routing.path_speeds import PathSpeeds
-from router.routing.policy import (
-    DISK_READ_S,
-    MAX_TIMED,
-    MESSAGE_S,
-    NO_READ,
-    UNKNOWN_BYTES_PER_S,
-    Candidate,
-    Option,
-    PrefixRead,
-    RoutingQuestion,
-    SecondsPolicy,
-    WorkerView,
-)
+from router.routing.policy import Candidate, Option, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
 from router.routing.source_trial import SourceTrial
 from tests.unit.router.driving_router import LAYOUT, SERVING, DrivenRouter, agent, transcripts
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
+MESSAGE_S, NO_READ, UNKNOWN_BYTES_PER_S = policy.MESSAGE_S, policy.NO_READ, policy.UNKNOWN_BYTES_PER_S
 READER = replace(IDLE, worker_id="P", reads_prefixes=True, block_bytes=BLOCK_BYTES, agent_name="P")
 OWNER = replace(READER, worker_id="S", agent_name="S")
 D = replace(IDLE, worker_id="D")
@@ -409,8 +399,8 @@ def test_a_disk_is_read_where_that_is_faster_than_computing() -> None:
     def read(cached: int = 0, **worker: Any) -> PrefixRead:
         return best(replace(WITH_DISK, **worker), cached, on_disk=80).read
 
-    assert read()[:3] == ("P", 80, pytest.approx(0.02 + DISK_READ_S))
-    assert read(40)[:3] == ("P", 40, pytest.approx(0.01 + DISK_READ_S))
+    assert read()[:3] == ("P", 80, pytest.approx(0.02 + policy.DISK_READ_S))
+    assert read(40)[:3] == ("P", 40, pytest.approx(0.01 + policy.DISK_READ_S))
     assert read(80) is NO_READ
     assert read(disk_bytes_per_s=2e8) is NO_READ, "0.1 s for 0.08 s"
     assert read(num_free_blocks=19) is NO_READ
@@ -418,7 +408,7 @@ def test_a_disk_is_read_where_that_is_faster_than_computing() -> None:
 
 def test_a_large_fleet_does_not_overlook_the_worker_with_the_disk() -> None:
     """Among more workers than are priced, it has slightly more prompt work than the others."""
-    others = [(replace(IDLE, worker_id=f"P{number}"), 0) for number in range(3 * MAX_TIMED)]
+    others = [(replace(IDLE, worker_id=f"P{number}"), 0) for number in range(3 * policy.MAX_TIMED)]
     busier = replace(WITH_DISK, backlog=(0.0,) * 12 + (0.01,), reported_at=0.0)
     question = RoutingQuestion(100, [*others, (busier, 0)], [(D, 0)], True, BLOCK, 0.0, (), {"P": 80})
     assert SecondsPolicy(NEVER).candidates(question)[0].prefill_worker == "P"

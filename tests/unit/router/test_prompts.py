@@ -13,16 +13,8 @@ from core.request import MAX_JSON_CHARS
 from router.serving.chat_prompt import MAX_TOOL_CALLS, MAX_TOOLS, check_chat
 from router.serving.client_json import MAX_JSON_DEPTH
 from router.serving.output_formats import RequestGrammars
-from tandem_client.stubs.inference_pb2 import (
-    ChatMessage,
-    ChatPrompt,
-    GenerateRequest,
-    OutputFormat,
-    StopConditions,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, Tool, ToolCall, ToolChoice
 from text.chat_template import ChatTemplate
 from text.tokenizer import ByteCodec, ModelTokenizer, load_tokenizer
 
@@ -140,7 +132,7 @@ def test_a_template_that_does_not_know_tools_refuses_them(wire: ChatPrompt, fiel
 
 ADD = Tool(name="add", parameters_json='{"type": "object", "properties": {"a": {"type": "integer"}}}')
 ODD = Tool(name="odd", parameters_json='{"type": "object", "unevaluatedProperties": false}')
-REGEX = OutputFormat(regex="a+")
+REGEX = inference_pb2.OutputFormat(regex="a+")
 
 
 def chat(*tools: Tool, choice: ToolChoice | None = None, **fields: object) -> GenerateRequest:
@@ -191,13 +183,13 @@ def test_descriptions_do_not_count_as_part_of_a_grammar() -> None:
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
 def test_a_schema_with_an_integer_of_more_than_64_bits_is_refused_by_name(number: int) -> None:
-    schema = OutputFormat(json_schema=json.dumps({"const": number}))
+    schema = inference_pb2.OutputFormat(json_schema=json.dumps({"const": number}))
     with pytest.raises(InvalidRequest, match=r"^output_format\.json_schema: cannot be read: .{0,200}$"):
         grammar_of(GenerateRequest(text="a", output_format=schema))
 
 
 def test_an_output_that_must_not_end_is_free() -> None:
-    assert grammar_of(chat(ADD, stop=StopConditions(ignore_eos=True))) == ""
+    assert grammar_of(chat(ADD, stop=inference_pb2.StopConditions(ignore_eos=True))) == ""
 
 
 @pytest.mark.parametrize(
