@@ -197,14 +197,11 @@ def test_the_wait_follows_the_intervals_between_dispatches() -> None:
     wait.note_empty()
     wait.note_dispatch(500.0)
     assert wait.seconds(1) == 6.0, "time without a queue is no interval"
-
-
-def test_dispatches_at_one_moment_share_an_interval() -> None:
     wait = QueueWait()
     for moment in (10.0, 12.0, 14.0):
         for _ in range(4):
             wait.note_dispatch(moment)
-    assert wait.seconds(0) == 0.5
+    assert wait.seconds(0) == 0.5, "dispatches at one moment share an interval"
 
 
 def test_a_prediction_at_the_limit_is_admitted() -> None:

@@ -92,24 +92,17 @@ def whole(tool_format: str) -> Received:
 
 
 @formats
-def test_one_chunk_has_the_text_and_the_calls_of_the_output_in_their_order(tool_format: str) -> None:
-    found = whole(tool_format)
+def test_however_the_output_is_divided_it_tells_the_same_text_and_calls_in_their_order(tool_format: str) -> None:
+    found, output = whole(tool_format), OUTPUTS[tool_format][0].encode()
     assert (found.text, [call[1:] for call in found.calls]) == (OUTPUTS[tool_format][1], CALLS)
     if tool_format == "hermes":
         assert found.order == f"Ich sehe ☃ nach. <tool\nweather{ARGUMENTS} und now{{}}\n<"
-
-
-@formats
-def test_two_chunks_divided_anywhere_and_a_chunk_for_each_token_tell_the_same(tool_format: str) -> None:
-    output = OUTPUTS[tool_format][0].encode()
-    for index in range(1, len(output)):
-        stream = choice(tool_format)
-        found = Received().take(chunks(stream, output[:index])).take(chunks(stream, output[index:]))
-        assert found.take(stream.last_chunk()) == whole(tool_format), index
-    stream, found = choice(tool_format), Received()
-    for token_id in output:
-        found.take(chunks(stream, bytes([token_id])))
-    assert found.take(stream.last_chunk()) == whole(tool_format)
+    in_two = [(output[:index], output[index:]) for index in range(1, len(output))]
+    for parts in (*in_two, [bytes([token_id]) for token_id in output]):
+        stream, received = choice(tool_format), Received()
+        for part in parts:
+            received.take(chunks(stream, part))
+        assert received.take(stream.last_chunk()) == found, parts
 
 
 @formats

@@ -80,14 +80,6 @@ a worker that was full is asked again before one that failed
   decode_error r#2 TransferFailed bad
   time 0.05                          -> decode r#3 D1 in 59.95 s
 
-a worker that drains costs no attempt
-  config max_attempts=1
-  fleet D1 D2
-  arrives r                               -> decode r#1 D1
-  decode_error r#1 WorkerDrains not begun -> decode r#2 D2
-  tokens_from r#2 0 11..14                -> deliver r 0: 11..14
-  ends r#2                                -> finish r length, local, 4 tokens
-
 a resumed request waits for room beyond max_attempts
   config max_attempts=1
   fleet D
@@ -159,6 +151,7 @@ the second attempt starts at once and the third after a pause
 
 a prompt that a worker has computed goes back to it
   # A decode worker that drains has not begun, so the attempt does not count. No report says yet what P2 has cached.
+  config max_attempts=1
   fleet P1 D1 D2
   reports P1 num_calls=99
   enter P2                -> peers P2 reader D1 reader D2; peers D1 owner P2; peers D2 owner P2

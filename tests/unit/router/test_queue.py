@@ -175,13 +175,6 @@ a request too large for every decode worker is refused at once
 
 test_room = transcripts(
     """
-a request waits while the calls of another router fill the worker
-  config max_in_flight_per_worker=1
-  fleet D
-  reports D num_calls=1 routers=another:9:1
-  arrives r
-  reports D -> decode r#1 D
-
 a prompt that waits for the last prefill worker runs without it once that is gone
   config max_in_flight_per_worker=1
   fleet P D1 D2
