@@ -88,6 +88,7 @@ MALFORMED: list[tuple[ModelInferRequest, str, str]] = [
     (request_of(max_tokens=InferParameter(int64_param=-4)), "parameters.max_tokens", "out of range"),
     (request_of(max_tokens=InferParameter(string_param="9" * 100_000)), "parameters.max_tokens", "type int, is str"),
     (request_of(temperature=InferParameter(string_param="x" * 100_000)), "parameters.temperature", "number, is 'xxx"),
+    (request_of(stream=InferParameter(string_param="yes")), "parameters.stream", "type bool, is str"),
     (request_of(stop=InferParameter(string_param="[1]")), "parameters.stop", "array of strings"),
     (request_of(stop=InferParameter(string_param='["\\ud800"]')), "parameters.stop", "half a surrogate pair"),
     (

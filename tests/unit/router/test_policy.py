@@ -124,6 +124,7 @@ def test_a_transfer_that_ends_within_the_step_limit_costs_nothing() -> None:
     for limit_s, late_s in ((exposed + 0.01, 0.0), (exposed - 0.01, 0.01)):
         found = pair(1024, owner, view("d", block_bytes=1000, paths=path(1e6), step_limit_s=limit_s))
         assert found.transfer_s == pytest.approx(late_s, abs=1e-9)
+    assert pair(1024, owner, view("d", 1024, block_bytes=1000)).transfer_s == 0.0, "no block is missing"
 
 
 def test_a_full_decode_worker_is_waited_for_after_the_prefill() -> None:
