@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 
 from hypothesis import settings
@@ -48,22 +49,27 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block in blocks:
             self.content[block] = next(self.serial)
 
-    @rule(wanted=counts, reserves=st.booleans())
-    def allocate(self, wanted: int, reserves: bool) -> None:
-        available = self.pool.num_available
-        blocks = self.pool.reserve(wanted) if reserves else self.pool.allocate(wanted)
-        assert (blocks is None) == (wanted > available)
-        if blocks is None:
-            return
-        assert len(set(blocks)) == len(blocks) == wanted
-        claimed = self.claims("held") | self.claims("leased") | self.claims("incoming")
-        assert not claimed.keys() & set(blocks), "allocated a block with a claim"
-        assert not {cached.block for cached in self.cached()} & set(blocks)
-        if reserves:
-            self.incoming.append(blocks)
-        else:
+    @rule(wanted=counts)
+    def allocate(self, wanted: int) -> None:
+        if (blocks := self.claim(wanted, self.pool.allocate)) is not None:
             self.write(blocks)
             self.held.append(blocks)
+
+    @rule(wanted=counts)
+    def reserve(self, wanted: int) -> None:
+        if (blocks := self.claim(wanted, self.pool.reserve)) is not None:
+            self.incoming.append(blocks)
+
+    def claim(self, wanted: int, take: Callable[[int], list[int] | None]) -> list[int] | None:
+        available = self.pool.num_available
+        blocks = take(wanted)
+        assert (blocks is None) == (wanted > available)
+        if blocks is not None:
+            assert len(set(blocks)) == len(blocks) == wanted
+            claimed = self.claims("held") | self.claims("leased") | self.claims("incoming")
+            assert not claimed.keys() & set(blocks), "allocated a block with a claim"
+            assert not {cached.block for cached in self.cached()} & set(blocks)
+        return blocks
 
     @precondition(lambda self: self.incoming)
     @rule(pick=picks, arrives=st.booleans())
