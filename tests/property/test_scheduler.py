@@ -45,16 +45,10 @@ prompts = st.builds(
     st.integers(0, len(SHARED)),
     st.lists(st.integers(1, 2), max_size=12),
 )
-configs = st.builds(
-    lambda max_running, spare, max_waiting: SchedulerConfig(max_running + spare, max_running, max_waiting),
-    st.integers(1, 5),
-    st.integers(0, 12),
-    st.integers(1, 8),
-)
 requests: dict[str, Any] = {
     "prompt": prompts,
     "priority": st.integers(0, 2),
-    "cache_salt": st.sampled_from(["", "", "tenant"]),
+    "salt": st.sampled_from(["", "", "tenant"]),
     "tenant": st.sampled_from(["", "a", "b"]),
     "max_tokens": st.integers(1, 16),
 }
@@ -90,26 +84,26 @@ def take_all(chances: Items[Items[float]], *_: float) -> list[int]:
     return [len(of_one) for of_one in chances]
 
 
-def ids_of(*plans: StepPlan) -> set[str]:
-    return {chunk.sequence.sequence_id for plan in plans for chunk in plan.chunks}
-
-
 def computed_part(plan: StepPlan, failed: Set[str]) -> StepPlan:
     return replace(plan, chunks=tuple(chunk for chunk in plan.chunks if chunk.sequence.sequence_id not in failed))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    patches: tuple[Any, ...] = (patch("core.scheduling.step_planner.choose_drafts", take_all),)
-
     def __init__(self) -> None:
         super().__init__()
-        for each in self.patches:
-            each.start()
+        self.patches = patch("core.scheduling.step_planner.choose_drafts", take_all)
+        self.patches.start()
 
-    @initialize(num_blocks=st.integers(4, 10), config=configs, slo_itl_ms=st.sampled_from([1000.0, 35.0, 1.0]))
-    def start(self, num_blocks: int, config: SchedulerConfig, slo_itl_ms: float) -> None:
+    @initialize(
+        num_blocks=st.integers(4, 10),
+        max_running=st.integers(1, 5),
+        spare_budget=st.integers(0, 12),
+        max_waiting=st.integers(1, 8),
+        slo_itl_ms=st.sampled_from([1000.0, 35.0, 1.0]),
+    )
+    def start(self, num_blocks: int, max_running: int, spare_budget: int, max_waiting: int, slo_itl_ms: float) -> None:
         self.pool = BlockPool(num_blocks)
-        config = replace(config, slo_itl_ms=slo_itl_ms)
+        config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting, slo_itl_ms)
         self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
         self.memory = ShadowMemory(num_blocks, BLOCK_SIZE)
         self.sequences: dict[str, Sequence] = {}  # in the scheduler; ended ones only while a step contains them
@@ -119,25 +113,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.born: list[Sequence] = []
         self.failed_before: set[str] = set()  # in the step that ended last
 
-    @rule(config=configs)
-    def change_limits(self, config: SchedulerConfig) -> None:
+    @rule(max_running=st.integers(1, 5), spare_budget=st.integers(0, 12), max_waiting=st.integers(1, 8))
+    def change_limits(self, max_running: int, spare_budget: int, max_waiting: int) -> None:
         """Also below what runs and waits, and also while steps are in flight."""
-        self.scheduler.set_config(replace(config, slo_itl_ms=self.scheduler.config.slo_itl_ms))
+        slo_itl_ms = self.scheduler.config.slo_itl_ms
+        self.scheduler.set_config(SchedulerConfig(max_running + spare_budget, max_running, max_waiting, slo_itl_ms))
 
     def holders(self) -> Counter[int]:
         tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
         return Counter(block for table in tables for block in table)
 
-    def leased(self) -> set[int]:
-        return {block for lease in self.leases for block in lease.blocks}
-
     # ---- sequences
 
     def new_sequence(
-        self, prompt: tuple[int, ...], max_tokens: int, sample_limit: int | None = None, **fields: Any
+        self,
+        prompt: tuple[int, ...],
+        priority: int,
+        salt: str,
+        tenant: str,
+        max_tokens: int,
+        sample_limit: int | None = None,
     ) -> Sequence:
         arrival = len(self.born) + 1
-        request = Request(f"s{arrival}", prompt, len(prompt), SamplingParams(max_tokens=max_tokens), **fields)
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = Request(
+            f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt, tenant=tenant
+        )
         self.born.append(Sequence(request, arrival, sample_limit))
         return self.born[-1]
 
@@ -147,8 +148,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [cached.block for cached in found]
 
     @rule(**requests, sample_limit=st.sampled_from([None, None, 1, 2]))
-    def add(self, **fields: Any) -> None:
-        self.hand_over(self.new_sequence(**fields))
+    def add(
+        self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None
+    ) -> None:
+        self.hand_over(self.new_sequence(prompt, priority, salt, tenant, max_tokens, sample_limit))
 
     def hand_over(self, sequence: Sequence) -> None:
         """Add a sequence to the scheduler. If the scheduler refuses it, release its blocks."""
@@ -178,8 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- hand-offs in
 
     @rule(**requests)
-    def begin_pull(self, prompt: tuple[int, ...], **fields: Any) -> None:
-        sequence = self.new_sequence(prompt, **fields)
+    def begin_pull(self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int) -> None:
+        sequence = self.new_sequence(prompt, priority, salt, tenant, max_tokens)
         if sequence.request.max_total_tokens - 1 > self.pool.num_blocks * BLOCK_SIZE:
             return
         self.scheduler.hold_cached_prefix(sequence, len(prompt))
@@ -279,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.steps.append(plan)
         config = self.scheduler.config
         assert 0 < plan.num_tokens <= max(config.max_batched_tokens, len(plan.chunks))
-        assert len(ids_of(plan)) == len(plan.chunks) <= most_running
+        assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= most_running
         if self.scheduler.num_preemptions == preemptions:
             self.assert_decodes_are_planned(plan)
             self.assert_tokens_come_in_time(plan)
@@ -290,8 +293,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if len(self.steps) == 2:
             return self.assert_decodes_go_on(plan)
-        decoding = {s.sequence_id for s in self.scheduler.running if s.num_uncomputed_tokens == 1}
-        assert decoding <= ids_of(plan), "a decode waits behind a prefill"
+        planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
+        decoding = [s for s in self.scheduler.running if s.num_uncomputed_tokens == 1]
+        assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
 
     def assert_tokens_come_in_time(self, plan: StepPlan) -> None:
         """A step with sequences that wait for their next token keeps its limit, unless it takes few prompt tokens."""
@@ -303,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def assert_decodes_go_on(self, plan: StepPlan) -> None:
         """A sequence that samples in the step in flight is in the step ahead, unless its promised token is the last."""
-        planned = ids_of(plan)
+        planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
         for chunk in self.steps[0].chunks:
             sequence = self.sequences[chunk.sequence.sequence_id]
             if chunk.samples and sequence.finish_reason is None:
@@ -318,6 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         oldest = plan is self.steps[0]
         holders = self.holders()
         findable = {block for sequence in self.born for block in self.find(sequence)}
+        leased = {block for lease in self.leases for block in lease.blocks}
         incoming = {block for pull in self.pulls for block in pull.reserved}
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence.sequence_id]
@@ -336,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             last = chunk.start + chunk.num_rows - 1
             written = set(sequence.block_table[chunk.start // BLOCK_SIZE : last // BLOCK_SIZE + 1])
             assert all(holders[block] == 1 for block in written), "writes a block that another sequence holds"
-            assert not written & (findable | self.leased() | incoming), "writes a block that others may read"
+            assert not written & (findable | leased | incoming), "writes a block that others may read"
 
     def assert_readable(self, sequence: Sequence, end: int) -> None:
         found = self.memory.slots(sequence.block_table, 0, end)
@@ -360,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.steps[0]
         assert plan is self.scheduler.oldest_step
         draw = random.Random(seed)
-        names = ids_of(plan)
+        names = {c.sequence.sequence_id for c in plan.chunks}
         failed = {name for name in sorted(names) if draw.random() < fails} | (names & self.failed_before)
         self.failed_before = failed
         self.execute(plan, failed)
@@ -369,8 +374,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.offer_finished_prompts(computed_part(plan, failed))
         sampled = {c.sequence.sequence_id: sample(c, draw) for c in computed_part(plan, failed).chunks if c.samples}
         guesses = {name: Proposal.copied(tuple(draw.choices(TOKENS, k=draw.randrange(6))), 1) for name in sampled}
-        before = {name: list(self.sequences[name].token_ids) for name in names}
-        aborted = {name for name in names if self.sequences[name].finish_reason is not None}
+        before = {c.sequence.sequence_id: list(self.sequences[c.sequence.sequence_id].token_ids) for c in plan.chunks}
+        aborted = {
+            c.sequence.sequence_id
+            for c in plan.chunks
+            if self.sequences[c.sequence.sequence_id].finish_reason is not None
+        }
         errors = {name: OutOfDeviceMemory("no memory") for name in failed}
         events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled, errors, proposed=guesses))
         assert all(self.sequences[name].finish_reason is FinishReason.ERROR for name in failed - aborted)
@@ -414,7 +423,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def forget_those_that_left(self, ended: list[Sequence]) -> None:
         """An ended sequence leaves once no step in flight contains it, and then holds no block."""
-        in_flight = ids_of(*self.steps)
+        in_flight = {chunk.sequence.sequence_id for plan in self.steps for chunk in plan.chunks}
         for sequence in ended:
             assert (self.scheduler.get(sequence.sequence_id) is not None) == (sequence.sequence_id in in_flight)
             if sequence.sequence_id not in in_flight:
@@ -423,8 +432,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.steps)
     @rule()
     def fail_step(self) -> None:
-        in_failed = ids_of(self.steps[0])
-        ended = {name for name in ids_of(*self.steps) if self.sequences[name].finish_reason is not None}
+        in_failed = {chunk.sequence.sequence_id for chunk in self.steps[0].chunks}
+        ids = {chunk.sequence.sequence_id for plan in self.steps for chunk in plan.chunks}
+        ended = {name for name in ids if self.sequences[name].finish_reason is not None}
         self.steps.clear()
         self.failed_before = set()
         failed = self.scheduler.fail_step()
@@ -441,7 +451,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         assert self.scheduler.queues.by_id == self.sequences
         held = self.holders().keys()
-        leased = self.leased()
+        leased = {block for lease in self.leases for block in lease.blocks}
         incoming = [block for pull in self.pulls for block in pull.reserved]
         assert len(set(incoming)) == len(incoming)
         assert not set(incoming) & (held | leased)
@@ -460,12 +470,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.memory.slots(found, 0, end) == contents(sequence, 0, end)
 
     def teardown(self) -> None:
-        try:
-            if hasattr(self, "scheduler") and sys.exc_info()[0] is None:  # `start` ran, and no rule has failed
-                self.run_to_the_end()
-        finally:
-            for each in self.patches:
-                each.stop()
+        self.patches.stop()
+        if not hasattr(self, "scheduler") or sys.exc_info()[0] is not None:
+            return  # `start` did not run, or a rule has failed
+        self.run_to_the_end()
 
     def run_to_the_end(self) -> None:
         """Once every pull and lease has ended and no sequence arrives, every sequence finishes."""
@@ -493,11 +501,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 class SchedulerWithForgedBlocks(SchedulerMachine):
     """Many lists of tokens have equal hashes, and so have salts."""
 
-    patches = (
-        *SchedulerMachine.patches,
-        patch("core.block_hash.local_hash", lambda token_bytes: token_bytes[0] % 2),
-        patch("core.block_hash.chain_hash", lambda parent, local: (2 * parent + local) % 5),
-    )
+    def __init__(self) -> None:
+        super().__init__()
+        self.weak_hashes = patch.multiple(
+            "core.block_hash",
+            local_hash=lambda token_bytes: token_bytes[0] % 2,
+            chain_hash=lambda parent, local: (2 * parent + local) % 5,
+        )
+        self.weak_hashes.start()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.weak_hashes.stop()
 
 
 TestScheduler = SchedulerMachine.TestCase
