@@ -25,7 +25,7 @@ from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import load_config, resolve_model
 from tests.support.transformers_models import save_reference
 from tests.unit.engine.driving import Engine, request
-from tests.unit.engine.test_weights import random_weights, write_gguf
+from tests.unit.engine.test_weights import write_random_gguf
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_every_runner_gives_the_same_tokens(model: str) -> None:
 
 
 def test_a_gguf_is_quantized_to_fp8(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", RANDOM_CONFIGS["llama-tiny"], random_weights("llama-tiny"))
+    write_random_gguf(tmp_path / "tiny.gguf", "llama-tiny")
     found = generate(TorchRunner(config(str(tmp_path / "tiny.gguf"))))
     assert found.keys() == {"1", "15", "33", "64"}
 

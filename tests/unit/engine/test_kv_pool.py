@@ -52,9 +52,7 @@ def test_the_tensor_and_the_bytes_are_the_same_memory() -> None:
     assert memory[3 * LAYOUT.block_bytes :].tobytes() == pool.tensor[3].view(torch.uint8).numpy().tobytes()
 
 
-def test_a_background_thread_touches_the_rest_of_the_pool_and_changes_no_byte(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_background_thread_touches_the_rest_of_the_pool_and_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.kv_pool.touch_first", lambda memory: touch_first(memory, 3 * LAYOUT.block_bytes))
     before = all_resident_bytes()
     pool = KVPool(LAYOUT, 64, torch.device("cpu"))

@@ -28,7 +28,7 @@ from model_files.model_source import resolve_model
 from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
 from tests.unit.engine.cpu.test_runner import MODELS, assert_log_probabilities_agree, top_tokens
 from tests.unit.engine.driving import Engine, request
-from tests.unit.engine.test_weights import random_weights, write_gguf
+from tests.unit.engine.test_weights import write_random_gguf
 
 QUANTIZATIONS = ["int8", "int4"]
 # Natural log, kernel against reference: the error of 8-bit inputs in a model of random weights.
@@ -113,7 +113,7 @@ def test_matrices_have_the_configured_bits(quantization: str) -> None:
 @pytest.mark.parametrize("model", ["llama-tiny", "llama3-tiny"])
 def test_a_gguf_of_8_bits_is_the_same_model_in_int8(tmp_path: Path, model: str) -> None:
     """int8 keeps every code of the file, with the rows of q and k reordered."""
-    write_gguf(tmp_path / "tiny.gguf", RANDOM_CONFIGS[model], random_weights(model))
+    write_random_gguf(tmp_path / "tiny.gguf", model)
     plain, quantized = (top_tokens(build(str(tmp_path / "tiny.gguf"), kind, "torch")) for kind in ("none", "int8"))
     assert quantized == plain
 

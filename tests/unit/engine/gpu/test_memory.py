@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
-from engine.gpu.memory import (
-    MAX_AUTO_BLOCKS,
-    MB,
-    FakeAllocator,
-    MemoryUse,
-    measure,
-    plan_pool,
-    refuse_large_weights,
-)
+from engine.gpu.memory import MAX_AUTO_BLOCKS, MB, FakeAllocator, MemoryUse, measure, plan_pool, refuse_large_weights
 
 # 32 layers x 2 x 8 heads x 16 tokens x 128 x 2 bytes = 2 MB in a block
 LAYOUT = KVLayout("model", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)
