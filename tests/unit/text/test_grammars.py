@@ -441,34 +441,29 @@ def proposal(grammar: str, output: bytes, *guesses: bytes) -> tuple[bytes, list[
 
 
 @pytest.mark.parametrize(
-    ("output", "guesses", "proposed"),
+    ("output", "guesses", "proposed", "forced"),
     [
-        (b"", [], b'{"name": "'),
-        (b"", [b"bob"], b'{"name": "bob'),
-        (b"", [b"bob5", b'", "is": true'], b'{"name": "bob", '),
-        (b'{"name": "', [b"bobs5"], b'bobs", "is": '),
-        (b'{"name": "bob", "is": ', [b"tr"], b"true}"),
-        (b'{"name": "bob", "is": ', [b"no"], b""),
+        (b"", [], b'{"name": "', "f" * 10),
+        (b"", [b"bob"], b'{"name": "bob', "f" * 10 + "g" * 3),
+        (b"", [b"bob5", b'", "is": true'], b'{"name": "bob", ', "f" * 10 + "g" * 6),
+        (b'{"name": "', [b"bobs5"], b'bobs", "is": ', "g" * 4 + "f" * 9),
+        (b'{"name": "bob", "is": ', [b"tr"], b"true}", "ggfff"),
+        (b'{"name": "bob", "is": ', [b"no"], b"", ""),
     ],
 )
-def test_forced_tokens_and_guesses_take_turns(output: bytes, guesses: list[bytes], proposed: bytes) -> None:
-    assert proposal(NAME, output, *guesses)[0] == proposed[:MAX_DRAFTS]
+def test_forced_tokens_and_guesses_take_turns(
+    output: bytes, guesses: list[bytes], proposed: bytes, forced: str
+) -> None:
+    found, is_forced = proposal(NAME, output, *guesses)
+    assert found == proposed[:MAX_DRAFTS]
+    assert "".join("gf"[each] for each in is_forced) == forced[:MAX_DRAFTS]
 
 
-def test_a_proposal_says_which_of_its_tokens_are_forced() -> None:
-    found, is_forced = proposal(NAME, b'{"name": "', b"bobs")
-    assert (found, is_forced) == (b'bobs", "is": ', [False] * 4 + [True] * 9)
-
-
-def test_a_text_that_breaks_its_grammar_or_has_ended_gets_no_proposal() -> None:
-    assert proposal_of_wrong_or_ended(b"x") == ()
-    assert proposal_of_wrong_or_ended(b"a", EOS) == ()
-
-
-def proposal_of_wrong_or_ended(text: bytes, *end: int) -> tuple[int, ...]:
-    view = view_of(choice_grammar(["a"]), [*text, *end])
+@pytest.mark.parametrize("tokens", [[*b"x"], [*b"a", EOS]], ids=["breaks its grammar", "has ended"])
+def test_a_text_that_breaks_its_grammar_or_has_ended_gets_no_proposal(tokens: list[int]) -> None:
+    view = view_of(choice_grammar(["a"]), tokens)
     (found,) = READER.propose([GrammarRow(view, len(view.token_ids))], lambda _: Proposal.copied((ord("a"),), 1))
-    return found.token_ids
+    assert found.token_ids == ()
 
 
 # ---- The patterns that one text must match at once are counted by place, and too many are refused.

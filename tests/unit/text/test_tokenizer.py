@@ -83,13 +83,6 @@ def test_an_output_continues_its_prompt(tmp_path: Path, make: Callable[[], Token
             assert shown + "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
 
 
-def test_add_special_adds_the_special_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level()))
-    assert tokenizer.special_tokens == {"<s>": 257}
-    assert tokenizer.encode("a", add_special=True) == [257, *tokenizer.encode("a", add_special=False)]
-    assert tokenizer.encode("<s>", add_special=False) == [257]
-
-
 def test_truncation_set_for_training_does_not_cut_a_prompt(tmp_path: Path) -> None:
     reference = byte_level()
     reference.enable_truncation(max_length=4)
