@@ -12,6 +12,7 @@ from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
+from core.step import ScheduledChunk, SequenceView
 from engine.model import Model, ModelInputs
 from engine.runner import Runner, run_step
 
@@ -20,6 +21,15 @@ def request(name: str, prompt: Iterable[int], **sampling: object) -> Request:
     token_ids = tuple(prompt)
     options: dict[str, object] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     return Request(name, token_ids, len(token_ids), SamplingParams(**(options | sampling)))  # type: ignore[arg-type]
+
+
+def chunk_of(
+    token_ids: list[int], start: int, count: int, blocks: list[int], name: str = "a", **sampling: object
+) -> ScheduledChunk:
+    """Tokens of a prompt, which sample a token. Greedy unless `sampling` says otherwise."""
+    options: dict[str, object] = {"max_tokens": 9, "temperature": 0.0}
+    params = SamplingParams(**(options | sampling))  # type: ignore[arg-type]
+    return ScheduledChunk(SequenceView(name, token_ids, len(token_ids), blocks, params), start, count, True, False)
 
 
 class Engine:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from engine.fp8 import CODES, LARGEST_CODE, Fp8Matrix, Fp8Slot
+from engine.fp8 import CODES, LARGEST_CODE, Fp8Matrix
 from engine.fp8_checkpoint import Fp8Checkpoint
 from engine.gpu.runner import GpuRunner
 from engine.model_weights import ModelWeights
@@ -51,15 +51,6 @@ def test_no_error_is_larger_than_a_sixteenth_of_the_weight_or_half_the_smallest_
 def test_rows_of_one_value_keep_it(value: float) -> None:
     weight = torch.full((2, 40), value)
     torch.testing.assert_close(matrix_of(weight).dequantized(), weight, rtol=1e-6, atol=0)
-
-
-def test_a_slot_writes_its_rows_and_no_others() -> None:
-    matrix = matrix_of(torch.zeros(100, 40))
-    rows = normal(30, 40)
-    Fp8Slot(matrix, 45, 30).put(rows)
-    assert torch.equal(matrix.dequantized()[45:75], matrix_of(rows).dequantized())
-    assert not matrix.dequantized()[:45].any()
-    assert not matrix.dequantized()[75:].any()
 
 
 def test_the_matrices_of_layers_are_fp8_and_the_embedding_and_the_head_are_not() -> None:

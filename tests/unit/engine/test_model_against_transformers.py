@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView
 from engine.torch_runner import TorchRunner
 from model_files.model_config import config_from_hf
 from tests.support.gguf_models import READ_TYPES, WRITTEN_TYPES, write_gguf
 from tests.support.transformers_models import FAMILIES, greedy_tokens, random_model, save_reference
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 PROMPT = [(11 * index + 5) % 128 + 3 for index in range(100)]
 
@@ -36,13 +34,9 @@ def load_runner(directory: Path) -> TorchRunner:
 def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
     """Logits after the last token of a prompt that is prefilled in two uneven chunks."""
     blocks = list(range(runner.layout.num_blocks_for(len(token_ids))))
-    sampling = SamplingParams(max_tokens=1)
-    logits = None
-    for start, end in ((0, 37), (37, len(token_ids))):
-        view = SequenceView("a", token_ids, len(token_ids), blocks, sampling)
-        logits = runner.logits([ScheduledChunk(view, start, end - start, end == len(token_ids), False)])
-    assert logits is not None
-    return logits[0].numpy()
+    first = runner.logits([chunk_of(token_ids, 0, 37, blocks)._replace(samples=False)])
+    assert len(first) == 0
+    return runner.logits([chunk_of(token_ids, 37, len(token_ids) - 37, blocks)])[0].numpy()
 
 
 def test_the_logits_differ_by_less_than_a_ten_thousandth(pair: tuple[Any, TorchRunner]) -> None:

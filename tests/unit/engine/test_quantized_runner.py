@@ -15,9 +15,8 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from engine.backend import choose_linear_method
 from engine.cpu.attention import NativeAttention
-from engine.cpu.quantized_linear import NativeQuantizedLinear, NativeQuantizedMatrix
+from engine.cpu.quantized_linear import NativeQuantizedMatrix
 from engine.linear import PlainLinear
 from engine.quantization import MatrixSlot, QuantizedMatrix
 from engine.quantized_linear import DequantizedLinear
@@ -25,7 +24,7 @@ from engine.torch_runner import TorchRunner
 from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import resolve_model
-from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
+from tests.support.c_kernels import need_compiler, portable_tiles
 from tests.unit.engine.cpu.test_runner import MODELS, assert_log_probabilities_agree, top_tokens
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.test_weights import write_random_gguf
@@ -119,10 +118,6 @@ def test_a_gguf_of_8_bits_is_the_same_model_in_int8(tmp_path: Path, model: str) 
 
 
 def test_the_kernel_computes_the_products_if_there_is_one() -> None:
-    config = EngineConfig(quantization="int8")
-    assert isinstance(choose_linear_method(config, None, 1), DequantizedLinear)
-    assert not isinstance(choose_linear_method(EngineConfig(), None, 1), DequantizedLinear)
-    assert isinstance(choose_linear_method(config, need_kernels(), 1), NativeQuantizedLinear)
     runner = native("llama-tiny", "int8")
     assert runner.layout.quantization == "int8"
     assert runner._model is not None

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView, StepPlan
+from core.step import StepPlan
 from engine.loading import ModelSetup
 from engine.model_weights import ModelWeights
 from engine.runner import run_step
@@ -26,6 +25,7 @@ from model_files.gguf_file import GGUFFile
 from model_files.model_config import config_from_gguf
 from model_files.model_source import load_config, resolve_model
 from tests.support.gguf_models import write_gguf
+from tests.unit.engine.driving import chunk_of
 
 CPU = torch.device("cpu")
 HF_CONFIG = {
@@ -69,10 +69,7 @@ def write_random_gguf(path: Path, name: str, rope_factors: np.ndarray | None = N
 
 def logits(model: str) -> np.ndarray:
     runner = TorchRunner(EngineConfig(model=model, dtype="float32", kv_memory_mb=1, num_threads=1))
-    prompt = list(range(30))
-    chunk = ScheduledChunk(
-        SequenceView("a", prompt, 30, [0, 1], SamplingParams(max_tokens=1, num_logprobs=20)), 0, 30, True, False
-    )
+    chunk = chunk_of(list(range(30)), 0, 30, [0, 1], num_logprobs=20)
     return np.array(sorted(run_step(runner, StepPlan(0, (chunk,))).sampled["a"][0].top_logprobs))
 
 

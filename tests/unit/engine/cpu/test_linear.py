@@ -11,7 +11,9 @@ from engine.backend import choose_linear_method
 from engine.cpu.build import build
 from engine.cpu.kernels import Kernels
 from engine.cpu.linear import NativeLinear, PackedLinear
+from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.linear import PlainLinear
+from engine.quantized_linear import DequantizedLinear
 from model_files.catalogue import default_cache_dir
 from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
 from tests.unit.engine.cpu.kernel_cases import TOLERANCE, linear_differences
@@ -95,9 +97,10 @@ def test_matrices_that_the_kernel_does_not_support_use_torch(
     torch.testing.assert_close(gated, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
-def test_the_method_follows_the_kernels() -> None:
-    kernels, config = need_kernels(), EngineConfig()
-    expected = PlainLinear if kernels.bf16_linear is None else NativeLinear
-    assert type(choose_linear_method(config, kernels, 1)) is expected
-    assert type(choose_linear_method(config, Kernels(build(portable_tiles(), default_cache_dir())), 1)) is NativeLinear
-    assert type(choose_linear_method(config, None, 1)) is PlainLinear
+def test_the_method_follows_the_kernels_and_the_quantization() -> None:
+    loaded, tiles = need_kernels(), Kernels(build(portable_tiles(), default_cache_dir()))
+    plain, int8 = EngineConfig(), EngineConfig(quantization="int8")
+    found = [type(choose_linear_method(plain, kernels, 1)) for kernels in (loaded, tiles, None)]
+    assert found == [PlainLinear if loaded.bf16_linear is None else NativeLinear, NativeLinear, PlainLinear]
+    assert type(choose_linear_method(int8, loaded, 1)) is NativeQuantizedLinear
+    assert type(choose_linear_method(int8, None, 1)) is DequantizedLinear

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from core.config import EngineConfig
-from core.request import SamplingParams
-from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
+from core.step import SampledToken, StepPlan
 from engine.attention import TorchAttention
 from engine.cpu.attention import NativeAttention
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from tests.support.c_kernels import need_compiler
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 MODELS = ["llama-tiny", "llama3-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "smollm2-tiny"]
 # Natural log, between two bfloat16 implementations that round in different places.
@@ -57,7 +56,6 @@ def assert_log_probabilities_agree(ours: list[SampledToken], theirs: list[Sample
 def top_tokens(runner: TorchRunner) -> list[SampledToken]:
     """The token after a prompt in two chunks, and the next token."""
     prompt = [(7 * index + 3) % 250 for index in range(76)]
-    sampling = SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=20)
-    view = SequenceView("a", prompt, len(prompt), [4, 1, 7, 2, 9], sampling)
-    chunks = [ScheduledChunk(view, start, count, True, False) for start, count in ((0, 50), (50, 25), (75, 1))]
+    places, blocks = ((0, 50), (50, 25), (75, 1)), [4, 1, 7, 2, 9]
+    chunks = [chunk_of(prompt, start, count, blocks, num_logprobs=20) for start, count in places]
     return [run_step(runner, StepPlan(index, (chunk,))).sampled["a"][0] for index, chunk in enumerate(chunks)]

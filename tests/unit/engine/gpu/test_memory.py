@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,21 +22,23 @@ def use_of(total_mb: int = 1000, free_mb: int = 800, step_mb: int = 100, graphs_
     return MemoryUse(total_mb * MB, free_mb * MB, own, step_mb * MB, graphs_mb * MB)
 
 
-def test_an_automatic_pool_takes_all_that_is_left() -> None:
+PLANS = [
+    ({}, (800 - 100 - 50 - 50) // 2),
+    ({"num_padding_blocks": 1}, 300 - 1),
+    ({"kv_memory_mb": 64}, 32),
+    ({"share": 0.5}, (500 - 200 - 100 - 50 - 50) // 2),  # less what the worker has taken already
+    ({"layout": SMALL}, MAX_AUTO_BLOCKS),
+    ({"layout": SMALL, "kv_memory_mb": 500}, 500 * MB // SMALL.block_bytes),
+]
+
+
+@pytest.mark.parametrize(("options", "num_blocks"), PLANS)
+def test_an_automatic_pool_takes_all_that_is_left_and_another_its_size(
+    options: dict[str, Any], num_blocks: int
+) -> None:
     assert LAYOUT.block_bytes == 2 * MB
-    assert plan_pool(use_of(), LAYOUT, kv_memory_mb=0, margin_mb=50) == (800 - 100 - 50 - 50) // 2
-
-
-def test_the_padding_blocks_of_the_runner_come_out_of_the_same_memory() -> None:
-    assert plan_pool(use_of(), LAYOUT, 0, 50, num_padding_blocks=1) == 300 - 1
-
-
-def test_a_pool_of_a_given_size_has_that_size() -> None:
-    assert plan_pool(use_of(), LAYOUT, kv_memory_mb=64, margin_mb=50) == 32
-
-
-def test_a_share_of_the_device_counts_what_the_worker_has_taken_already() -> None:
-    assert plan_pool(use_of(), LAYOUT, 0, 50, share=0.5) == (500 - 200 - 100 - 50 - 50) // 2
+    settings = {"layout": LAYOUT, "kv_memory_mb": 0, "margin_mb": 50} | options
+    assert plan_pool(use_of(), **settings) == num_blocks
 
 
 def test_two_workers_that_share_a_device_fit_beside_each_other() -> None:
@@ -43,11 +47,6 @@ def test_two_workers_that_share_a_device_fit_beside_each_other() -> None:
     left_mb = 800 - 2 * first - 100
     second = MemoryUse(1000 * MB, (left_mb - 200) * MB, 200 * MB, 100 * MB, 50 * MB)
     assert plan_pool(second, LAYOUT, 0, 50, share=0.5) == first
-
-
-def test_an_automatic_pool_of_tiny_blocks_is_bounded() -> None:
-    assert plan_pool(use_of(), SMALL, 0, 50) == MAX_AUTO_BLOCKS
-    assert plan_pool(use_of(), SMALL, 500, 50) == 500 * MB // SMALL.block_bytes
 
 
 REFUSED = [
