@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +27,6 @@ from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
 from engine.runner import Runner, StepDropped, StepLimits
 from engine.step_queue import Computed, PromisedTokens
-from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
 
@@ -186,6 +187,32 @@ def test_random_plans_one_step_ahead_give_the_tokens_of_one_sequence_alone(
     driver = OneAhead(runner, random.Random(seed))
     assert driver.generate(REQUESTS) == expected
     assert driver.num_promised > 10
+
+
+@contextlib.contextmanager
+def compute_threads(count: int) -> Iterator[None]:
+    """Torch computes with `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def num_threads_started_by(work: Callable[[], object]) -> int:
+    """The number of threads that `work` starts from a new thread."""
+    started = []
+
+    def watch() -> None:
+        before = set(os.listdir("/proc/self/task"))
+        work()
+        started.append(len(set(os.listdir("/proc/self/task")) - before))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    return started[0]
 
 
 def test_submit_starts_no_compute_threads(runner: Runner) -> None:
