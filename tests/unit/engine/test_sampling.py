@@ -242,7 +242,13 @@ def test_greedy_takes_the_highest_logit_after_penalties_and_the_lowest_id_of_tie
     assert choose(logits, chunk(params(temperature=0.0, logit_bias={0: 50.0}))) == 0
 
 
-def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
+def test_logprobs_are_log_softmax_of_the_raw_logits_where_they_are_asked_for() -> None:
+    plain, only_chosen = (
+        Sampler([chunk(params(temperature=0.0, num_logprobs=count))]).sample(LOGITS[None])["a"][0]
+        for count in (None, 0)
+    )
+    assert plain.logprob is None
+    assert (only_chosen.logprob is None, only_chosen.top_logprobs) == (False, ())
     sampling = params(temperature=0.0, num_logprobs=3, logit_bias={4: 100.0})
     token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"][0]
     expected = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum())
@@ -251,13 +257,6 @@ def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
     best = np.argsort(-LOGITS)[:3]
     assert [index for index, _ in token.top_logprobs] == best.tolist()
     np.testing.assert_allclose([logprob for _, logprob in token.top_logprobs], expected[best], atol=1e-5)
-
-
-def test_no_logprobs_are_returned_unless_requested() -> None:
-    assert Sampler([chunk(params(temperature=0.0))]).sample(LOGITS[None])["a"][0].logprob is None
-    only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"][0]
-    assert only_chosen.logprob is not None
-    assert only_chosen.top_logprobs == ()
 
 
 @pytest.mark.parametrize(

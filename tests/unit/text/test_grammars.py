@@ -124,11 +124,12 @@ def test_an_output_that_cannot_follow_the_grammar_fails_alone() -> None:
         (json_schema_grammar({"type": "objekt"}), "Invalid type: objekt"),
         (json_schema_grammar({"type": "object", "unevaluatedProperties": False}), "unevaluatedProperties"),
         (json_schema_grammar(False), "not"),
-        (json_schema_grammar({"anyOf": [
-            {"type": "object", "properties": {f"k{i}_{j}": {"type": "string"} for j in range(20)}} for i in range(600)
-        ]}), "too big"),
+        ("start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(3_000)) + '\na3000: "y"', "at most 500 rules"),
+        ("start: " + " | ".join("%json {}" for _ in range(501)), "at most 500 rules, terminals and %json"),
+        ('start: %json {"multipleOf": 9.99983e5}', "least common multiple"),
+        ('start: %json {"multiple\\u004ff" : 999983, "type": "number"}', "least common multiple"),
     ],
-)  # fmt: skip
+)
 def test_a_grammar_that_is_wrong_or_too_large_is_refused(grammar: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as refused:
         READER.compile(grammar)
@@ -195,24 +196,10 @@ def test_a_hostile_schema_is_refused_by_name_in_each_place(name: str) -> None:
         with pytest.raises(InvalidRequest, match=message) as refused:
             READER.compile(grammar)
         assert refused.value.field == "output_format"
+        assert len(str(refused.value)) < 600
 
 
-@pytest.mark.parametrize(
-    ("lark", "message"),
-    [
-        ("start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(3_000)) + '\na3000: "y"', "at most 500 rules"),
-        ("start: " + " | ".join("%json {}" for _ in range(501)), "at most 500 rules, terminals and %json"),
-    ],
-)
-def test_a_hostile_lark_grammar_is_refused_by_name(lark: str, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        READER.compile(lark)
-
-
-def test_a_large_multiple_is_refused_in_each_way_to_write_it() -> None:
-    for lark in ('%json {"multipleOf": 9.99983e5}', '%json {"multiple\\u004ff" : 999983, "type": "number"}'):
-        with pytest.raises(InvalidRequest, match="least common multiple"):
-            READER.compile(f"start: {lark}")
+def test_a_small_multiple_is_taken() -> None:
     for by in (0.01, 5, 7.5, 10_000):
         READER.compile(json_schema_grammar(divisible(by)))
     assert takes(json_schema_grammar({"allOf": [divisible(100), divisible(12)]}), "300")
