@@ -90,15 +90,14 @@ def test_a_changed_header_causes_a_new_build(tmp_path: Path, small_sources: Path
 
 
 @pytest.mark.usefixtures("small_sources")
-def test_a_library_without_the_kernels_is_refused(tmp_path: Path) -> None:
+def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match="does not load"):
-        Kernels(build(GENERIC, tmp_path))
-
-
-@pytest.mark.usefixtures("small_sources")
-def test_the_error_of_a_failing_compiler_contains_its_output(tmp_path: Path) -> None:
+        Kernels(build(GENERIC, tmp_path))  # without the kernels
     with pytest.raises(NativeUnavailable, match="no-such-flag"):
         build(GENERIC, tmp_path, ["--no-such-flag"])
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(NativeUnavailable, match="cannot use"):
+        build(GENERIC, tmp_path / "file")
 
 
 @pytest.mark.usefixtures("small_sources")
@@ -122,14 +121,6 @@ def test_without_room_for_a_compiled_kernel_torch_computes_and_one_line_says_why
     assert "The engine uses plain torch, which is slower." in caplog.messages[-1]
     assert all("\n" not in message for message in caplog.messages)
     assert list((tmp_path / "native").iterdir()) == [], "no part of a library stays behind"
-
-
-@pytest.mark.usefixtures("small_sources")
-def test_a_read_only_cache_means_kernels_are_unavailable(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    with pytest.raises(NativeUnavailable, match="cannot use"):
-        build(GENERIC, blocked)
 
 
 def test_if_the_compiler_does_not_support_the_best_target_the_next_is_built(

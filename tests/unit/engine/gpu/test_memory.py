@@ -37,7 +37,7 @@ def test_an_automatic_pool_takes_all_that_is_left_and_another_its_size(
     options: dict[str, Any], num_blocks: int
 ) -> None:
     assert LAYOUT.block_bytes == 2 * MB
-    settings = {"layout": LAYOUT, "kv_memory_mb": 0, "margin_mb": 50} | options
+    settings: dict[str, Any] = {"layout": LAYOUT, "kv_memory_mb": 0, "margin_mb": 50} | options
     assert plan_pool(use_of(), **settings) == num_blocks
 
 

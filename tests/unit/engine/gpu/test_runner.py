@@ -98,20 +98,17 @@ def test_each_step_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.Mo
     )
 
 
-def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> None:
-    poison(runner)
-    run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
-    written = runner._pool.tensor.isfinite().all(dim=-1).any(dim=3).any(dim=3).any(dim=1).any(dim=1)
-    assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
-
-
-def test_a_warm_up_writes_only_the_padding_block(runner: GpuRunner) -> None:
+def test_padding_and_a_warm_up_write_only_the_padding_block(runner: GpuRunner) -> None:
     poison(runner)
     assert runner._computer is not None
     with torch.inference_mode():
         runner._computer.warm_up()
     assert runner._pool.tensor[:-1].isnan().all()
     assert not runner._pool.tensor[-1].isnan().all()
+    poison(runner)
+    run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
+    written = runner._pool.tensor.isfinite().all(dim=-1).any(dim=3).any(dim=3).any(dim=1).any(dim=1)
+    assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
 
 
 def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> None:
