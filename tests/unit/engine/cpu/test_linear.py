@@ -72,19 +72,6 @@ def test_an_embedding_and_a_tied_head_share_the_same_panels(kernels: Kernels) ->
     assert untied.weight_address - head.weight_address == size, "nothing was packed between the table and the other"
 
 
-@pytest.mark.parametrize("rows", [1, 40])
-def test_the_plain_method_adds_the_bias_and_splits_gate_from_up(rows: int) -> None:
-    method = PlainLinear()
-    weight, bias = torch.randn(96, 64).mul(0.125).bfloat16(), torch.randn(96).bfloat16()
-    inputs = torch.randn(rows, 64).bfloat16()
-    expected = F.linear(inputs.float(), weight.float(), bias.float())
-    torch.testing.assert_close(method.prepare(weight, bias)(inputs).float(), expected, atol=0.04, rtol=0.0)
-    head, (gate, up) = method.prepare_head(weight)(inputs), (expected - bias.float()).chunk(2, dim=-1)
-    assert head.dtype is torch.float32
-    torch.testing.assert_close(head, expected - bias.float(), atol=0.04, rtol=0.0)
-    torch.testing.assert_close(method.prepare_gated(weight)(inputs).float(), F.silu(gate) * up, atol=0.08, rtol=0.02)
-
-
 @pytest.mark.parametrize(("dtype", "in_size"), [(torch.float32, 64), (torch.bfloat16, 63)])
 def test_matrices_that_the_kernel_does_not_support_use_torch(
     kernels: Kernels, dtype: torch.dtype, in_size: int
