@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import threading
@@ -189,17 +188,6 @@ def test_random_plans_one_step_ahead_give_the_tokens_of_one_sequence_alone(
     assert driver.num_promised > 10
 
 
-@contextlib.contextmanager
-def compute_threads(count: int) -> Iterator[None]:
-    """Torch computes with `count` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def num_threads_started_by(work: Callable[[], object]) -> int:
     """The number of threads that `work` starts from a new thread."""
     started = []
@@ -218,11 +206,15 @@ def num_threads_started_by(work: Callable[[], object]) -> int:
 def test_submit_starts_no_compute_threads(runner: Runner) -> None:
     """The thread that submits is the event loop: its compute threads would take the cores of other workers."""
     view = SequenceView("long", [1] * 1000, 1000, list(range(63)), REQUESTS[0].sampling)
+    before = torch.get_num_threads()
     for start, count in ((0, 500), (500, 500)):
         plan = StepPlan(0, (ScheduledChunk(view, start, count, start > 0, False),))
-        with compute_threads(3):
+        torch.set_num_threads(3)
+        try:
             assert num_threads_started_by(lambda: torch.ones(2000, 64).cos()) > 0, "this could show nothing"
             assert num_threads_started_by(partial(runner.submit, plan)) == 0
+        finally:
+            torch.set_num_threads(before)
         runner.collect()
 
 

@@ -13,26 +13,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 
 from core.errors import ConfigError, InvalidRequest
 from tests.support.gguf_bytes import Value
-from tests.support.tiny_model_files import write_gguf_header
+from tests.support.tiny_model_files import CONFIG, write_gguf_header
 from tests.support.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from text.chat import Chat
 from text.chat_template import MAX_MESSAGES
 from text.tokenizer import load_tokenizer
 from text.tokenizer_files import byte_level_bytes, sentencepiece_bytes
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 400,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-}
 TEXTS = ["", " ", "  two  spaces ", "plain", "naïve 日本語 😀", "tabs\tand\nlines\n\n", "<s> is special", "12345"]
 
 
 def write_directory(directory: Path, tokenizer: Tokenizer, **options: object) -> str:
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 400}))
     (directory / "tokenizer_config.json").write_text(json.dumps(options))
     tokenizer.save(str(directory / "tokenizer.json"))
     return str(directory)
