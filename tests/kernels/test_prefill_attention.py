@@ -25,23 +25,11 @@ def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0, device: 
     # A row before each chunk belongs to a chunk of one token, which this operator does not write.
     first_row = [1 + sum(num_tokens[:c]) + c for c in range(len(chunks))]
     heads = random_heads(shape, first_row[-1] + num_tokens[-1] + 1, generator)
-    tile_chunk, tile_first = tiles_of(num_tokens)
+    places = (int32(*first_row), context.first_block, int32(*start), int32(*num_tokens), *tiles_of(num_tokens))
     results = []
     for attend, where in ((reference.prefill_attention, "cpu"), (ops.prefill_attention, device)):
         attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
-        arguments = (
-            heads,
-            context.pool,
-            LAYER,
-            context.block_ids,
-            int32(*first_row),
-            context.first_block,
-            int32(*start),
-            int32(*num_tokens),
-            tile_chunk,
-            tile_first,
-            attended,
-        )
+        arguments = (heads, context.pool, LAYER, context.block_ids, *places, attended)
         results.append(call_on(where, attend, arguments, attended))
     expected, found = results
     assert_near(found, expected)

@@ -13,7 +13,7 @@ from core.config import EngineConfig
 from engine.torch_runner import TorchRunner
 from model_files.model_config import config_from_hf
 from tests.support.gguf_models import READ_TYPES, WRITTEN_TYPES, write_gguf
-from tests.support.transformers_models import FAMILIES, greedy_tokens, random_model, save_reference
+from tests.support.transformers_models import FAMILIES, SIZES, greedy_tokens, random_model, save_reference
 from tests.unit.engine.driving import Engine, chunk_of, request
 
 PROMPT = [(11 * index + 5) % 128 + 3 for index in range(100)]
@@ -69,19 +69,8 @@ def test_sharded_safetensors_load_as_one(tmp_path: Path) -> None:
 # ---- A model from a GGUF file has the logits of transformers, for every architecture and every tensor type.
 # The reference model holds the weights that the gguf package reads back from the file.
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.2,
-}
-SUPER_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}  # rows of 256, as K types need
+BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SUPER_BLOCKS = BLOCKS | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}  # as K types need
 GGUF_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -94,7 +83,8 @@ BF16_LOGPROB_TOLERANCE = 0.2
 def logits_of_both(path: Path, family: str, kind: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of (our runner, transformers) after the same prompt."""
     prefix, differences = GGUF_FAMILIES[family]
-    model = random_model(prefix, SIZES | (SUPER_BLOCKS if kind in READ_TYPES else {}) | differences, seed=5)
+    sizes = SIZES | {"initializer_range": 0.2} | (SUPER_BLOCKS if kind in READ_TYPES else BLOCKS)
+    model = random_model(prefix, sizes | differences, seed=5)
     parameters = dict(model.named_parameters())
     tensors = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
     meant = write_gguf(path, config_from_hf(model.config.to_dict()), tensors, kind, family)
