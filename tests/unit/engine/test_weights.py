@@ -95,7 +95,7 @@ def test_the_error_for_a_wrong_checkpoint_names_the_tensor(
         logits(str(llama_directory))
 
 
-def load(directory: Path, quantization: str) -> ModelWeights:
+def load(directory: Path, quantization: str = "none") -> ModelWeights:
     source = resolve_model(str(directory))
     return load_weights(source, load_config(source), torch.float32, CPU, quantization)
 

@@ -17,18 +17,11 @@ from text.text_stream import TextStream
 from text.tokenizer import load_tokenizer
 
 
-def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream, list[str]]:
-    """A stream after these tokens, and the text that it returned for each."""
-    pieces = [token.encode() if isinstance(token, str) else token for token in tokens]
-    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), StopStrings(stop_strings))
-    return stream, [stream.push((token_id,))[0] for token_id in range(len(pieces))]
-
-
 def test_a_stop_string_that_the_last_flush_completes_is_cut_too() -> None:
-    stream, shown = stream_of(["\ufffd"], "a", "日".encode()[:2])
-    assert shown == ["a", ""]
-    assert stream.flush() == ""
-    assert stream.stop_match == "\ufffd"
+    pieces = [b"a", "日".encode()[:2]]
+    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), StopStrings(["\ufffd"]))
+    assert [stream.push((token_id,))[0] for token_id in range(2)] == ["a", ""]
+    assert (stream.flush(), stream.stop_match) == ("", "\ufffd")
 
 
 @pytest.mark.parametrize("runs", [[1] * 5, [5], [2, 3], [3, 2]])
