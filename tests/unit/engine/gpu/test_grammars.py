@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import InvalidRequest
-from core.output_grammar import GrammarRow, Masks
-from core.request import Request
-from core.step import Proposal, StepPlan
+from core.request import Request, SamplingParams
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.gpu import graphs
 from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
@@ -115,25 +113,11 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
 
 
-class OneFails:
-    """Allows every token, but the grammar of "b" has become too complex."""
-
-    def begin(self, rows: Sequence[GrammarRow]) -> Callable[[], Masks]:
-        names = {row.sequence.sequence_id for row in rows}
-        allowed = dict.fromkeys(names - {"b"}, (b"\xff" * 40,))
-        return lambda: Masks(allowed, {name: InvalidRequest("output_format", "too complex") for name in names & {"b"}})
-
-    def propose(self, rows: Sequence[GrammarRow], guess: Callable[[GrammarRow], Proposal]) -> list[Proposal]:
-        raise AssertionError((rows, guess))
-
-
 def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
-    runner = gpu_runner(grammars=OneFails())
-    chunks = [
-        chunk_of(PROMPT[:5], 0, 5, [block], name, grammar=grammar)
-        for block, (name, grammar) in enumerate([("a", "any"), ("b", "any"), ("c", "")])
-    ]
-    output = run_step(runner, StepPlan(0, tuple(chunks)))
+    sampling = SamplingParams(max_tokens=9, grammar=choice_grammar(["a"]))
+    view = SequenceView("b", [*PROMPT[:5], ord("b")], 5, [1], sampling)  # its output does not follow the grammar
+    first, last = chunk_of(PROMPT[:5], 0, 5, [0], "a", grammar=WORDS), chunk_of(PROMPT[:5], 0, 5, [2], "c")
+    output = run_step(gpu_runner(), StepPlan(0, (first, ScheduledChunk(view, 0, 6, True, False), last)))
     assert output.sampled.keys() == {"a", "c"}
     assert output.failed.keys() == {"b"}
     assert isinstance(output.failed["b"], InvalidRequest)
