@@ -38,12 +38,10 @@ class Engine:
     `num_cached_tokens`: of each request of the last `generate`; `max_chunks_of_one`: of one request in one step.
     """
 
-    def __init__(
-        self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512, max_running: int = 16
-    ) -> None:
+    def __init__(self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512) -> None:
         self.runner = runner
         self.pool = BlockPool(num_blocks or runner.num_blocks)
-        config = SchedulerConfig(max_batched_tokens=budget, max_running=min(budget, max_running))
+        config = SchedulerConfig(max_batched_tokens=budget, max_running=min(budget, 16))
         self.scheduler = Scheduler(config, self.pool, runner.layout.block_size, runner.info.eos_token_ids)
         self.num_cached_tokens: dict[str, int] = {}
         self.max_chunks_of_one = 0

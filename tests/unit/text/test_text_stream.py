@@ -38,7 +38,7 @@ def test_the_text_of_the_first_min_tokens_is_not_searched(runs: list[int]) -> No
 def test_the_work_for_a_character_does_not_grow_with_the_stop_strings() -> None:
     """Counted in lines of Python. The text ends with the start of the first stop string all the time."""
 
-    def lines_for(stop_strings: list[str], num_tokens: int = 1000) -> int:
+    def lines_for(stop_strings: list[str]) -> int:
         stream, num_lines = TextStream(IncrementalDetokenizer([b"a", b"c"].__getitem__), StopStrings(stop_strings)), 0
 
         def trace(_: FrameType, event: str, __: Any) -> Any:
@@ -49,7 +49,7 @@ def test_the_work_for_a_character_does_not_grow_with_the_stop_strings() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            for number in range(num_tokens):
+            for number in range(1000):
                 stream.push((number % 300 == 299,))  # the other character leads back to the start
         finally:
             sys.settrace(before)

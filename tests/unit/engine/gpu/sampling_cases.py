@@ -82,12 +82,10 @@ def by_numpy(case: Case) -> dict[str, SampledToken]:
     return {name: token for name, (token,) in sampled.items()}
 
 
-def on_device(
-    case: Case, device: torch.device = CPU, sampler: DeviceSampler | None = None
-) -> tuple[dict[str, SampledToken], np.ndarray]:
+def on_device(case: Case, device: torch.device = CPU) -> tuple[dict[str, SampledToken], np.ndarray]:
     """The tokens, and the logits after sampling."""
     vocab = case.logits.shape[1]
-    sampler = sampler or DeviceSampler(vocab, len(case.chunks), device, EOS)
+    sampler = DeviceSampler(vocab, len(case.chunks), device, EOS)
     before = torch.tensor([*case.promised.values(), 0], dtype=torch.int32, device=device)
     rows_before = {name: row for row, name in enumerate(case.promised)}
     logits = torch.from_numpy(case.logits.copy()).to(device)

@@ -17,11 +17,7 @@ LAYOUT = KVLayout("model", "bfloat16", num_layers=32, num_kv_heads=8, block_size
 SMALL = KVLayout("model", "bfloat16", num_layers=1, num_kv_heads=1, block_size=16, head_dim=16)
 
 
-def use_of(total_mb: int = 1000, free_mb: int = 800, step_mb: int = 100, graphs_mb: int = 50) -> MemoryUse:
-    own = (total_mb - free_mb) * MB
-    return MemoryUse(total_mb * MB, free_mb * MB, own, step_mb * MB, graphs_mb * MB)
-
-
+USE = MemoryUse(total=1000 * MB, free=800 * MB, own=200 * MB, step_peak=100 * MB, graphs=50 * MB)
 PLANS = [
     ({}, (800 - 100 - 50 - 50) // 2),
     ({"num_padding_blocks": 1}, 300 - 1),
@@ -38,12 +34,12 @@ def test_an_automatic_pool_takes_all_that_is_left_and_another_its_size(
 ) -> None:
     assert LAYOUT.block_bytes == 2 * MB
     settings: dict[str, Any] = {"layout": LAYOUT, "kv_memory_mb": 0, "margin_mb": 50} | options
-    assert plan_pool(use_of(), **settings) == num_blocks
+    assert plan_pool(USE, **settings) == num_blocks
 
 
 def test_two_workers_that_share_a_device_fit_beside_each_other() -> None:
     """The first has its pool already; the second finds less free memory, but its share is the same."""
-    first = plan_pool(use_of(), LAYOUT, 0, 50, share=0.5)
+    first = plan_pool(USE, LAYOUT, 0, 50, share=0.5)
     left_mb = 800 - 2 * first - 100
     second = MemoryUse(1000 * MB, (left_mb - 200) * MB, 200 * MB, 100 * MB, 50 * MB)
     assert plan_pool(second, LAYOUT, 0, 50, share=0.5) == first
@@ -61,7 +57,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_an_error_names_the_option_and_the_memory(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_pool(use_of(), LAYOUT, **options)  # type: ignore[arg-type]
+        plan_pool(USE, LAYOUT, **options)  # type: ignore[arg-type]
 
 
 @given(
