@@ -8,19 +8,12 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 PROMPT = [(7 * index + 3) % 250 for index in range(90)]
 LIMITS = StepLimits(max_running=8, max_batched_tokens=64)
-
-
-def chunk(start: int, count: int) -> list[ScheduledChunk]:
-    view = SequenceView("a", PROMPT, len(PROMPT), [4, 1, 2, 3, 0, 6], SamplingParams(max_tokens=9, temperature=0.0))
-    return [ScheduledChunk(view, start, count, samples=True, promised=False)]
 
 
 @pytest.mark.gpu
@@ -31,7 +24,8 @@ def test_logits_stay_near_those_of_an_exact_pool(dtype: str) -> None:
     runners[0]._pool._bytes.fill_(0xFF)
     torch.cuda.synchronize()
     for start, count in ((0, 60), (60, 20), (80, 1)):
-        found, expected = (runner.logits(chunk(start, count)) for runner in runners)
+        chunk = chunk_of(PROMPT, start, count, [4, 1, 2, 3, 0, 6])
+        found, expected = (runner.logits([chunk]) for runner in runners)
         assert 0 < (found - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
     eager = GpuRunner(replace(exact, kv_dtype="fp8"), limits=LIMITS, with_graphs=False)
     if dtype == "float32":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from core.kv_layout import FLOAT8, KVLayout
+from engine.gpu import reference
+from engine.gpu.ops import ops
 from engine.gpu.reference import quantized
 from engine.kv_pool import KVPool
 
@@ -92,12 +95,16 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[expected.dtype])
 
 
-def call_on(
-    device: str, operator: Callable[..., None], arguments: Sequence[object], written: torch.Tensor
-) -> torch.Tensor:
-    """Call the operator with copies of its tensors on the device. Returns the copy of `written`, on the CPU."""
-    copies = [argument.to(device) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
-    operator(*copies)
-    (found,) = (copy for copy, argument in zip(copies, arguments, strict=True) if argument is written)
-    assert isinstance(found, torch.Tensor)
-    return found.cpu()
+def by_both(
+    operator: str, device: str, arguments: Sequence[Any], written: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the reference writes on the CPU, and the operator on the device, into copies of the argument `written`."""
+    results = []
+    for operators, where in ((reference, "cpu"), (ops, device)):
+        copies = [
+            each.to(where, copy=each is written) if isinstance(each, torch.Tensor) else each for each in arguments
+        ]
+        getattr(operators, operator)(*copies)
+        (result,) = (copy for copy, each in zip(copies, arguments, strict=True) if each is written)
+        results.append(result.cpu())
+    return results[0], results[1]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu import reference
 from engine.gpu.decode_attention import MAX_SPLITS, num_decode_splits
-from engine.gpu.ops import ops
 from tests.kernels.attention_cases import (
     LAYER,
     Context,
     Shape,
     assert_near,
-    call_on,
+    by_both,
     int32,
     random_context,
     random_heads,
@@ -37,17 +35,11 @@ def compare_rows(
     num_splits: int,
     device: str = "cpu",
 ) -> None:
-    """The reference computes on the CPU."""
-    results = []
-    for attend, where in ((reference.decode_attention, "cpu"), (ops.decode_attention, device)):
-        attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
-        partial = torch.full((len(rows), shape.num_heads, num_splits, shape.head_dim + 2), torch.nan)
-        arguments = (
-            heads, context.pool, LAYER, context.block_ids, rows, context.first_block, num_positions, partial, attended,
-            context.scales,
-        )  # fmt: skip
-        results.append(call_on(where, attend, arguments, attended))
-    expected, found = results
+    attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
+    partial = torch.full((len(rows), shape.num_heads, num_splits, shape.head_dim + 2), torch.nan)
+    places = (context.block_ids, rows, context.first_block, num_positions)
+    arguments = (heads, context.pool, LAYER, *places, partial, attended, context.scales)
+    expected, found = by_both("decode_attention", device, arguments, attended)
     assert_near(found, expected)
     untouched = torch.ones(len(heads), dtype=torch.bool)
     untouched[rows.long()] = False

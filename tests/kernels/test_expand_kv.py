@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from engine.gpu import reference, step_attention
-from engine.gpu.ops import ops
 from engine.gpu.step_attention import ExpandedPrompts
-from tests.kernels.attention_cases import LAYER, Shape, assert_near, call_on, int32, random_context, random_heads
+from tests.kernels.attention_cases import LAYER, Shape, assert_near, by_both, int32, random_context, random_heads
 from tests.kernels.test_prefill_attention import tiles_of
 
 
@@ -16,16 +15,12 @@ def compare(shape: Shape, num_positions: list[int], first_head: int, num_heads: 
     generator = torch.Generator().manual_seed(shape.head_dim)
     context = random_context(shape, num_positions, generator)
     block_ids = context.block_ids[1:]
-    results = []
-    for expand, where in ((reference.expand_kv, "cpu"), (ops.expand_kv, device)):
-        expanded = torch.full(
-            (len(block_ids), 1, 2, num_heads, shape.block_size, shape.head_dim), 7.0, dtype=shape.dtype
-        )
-        arguments = (context.pool, context.scales, LAYER, block_ids, first_head, expanded)
-        results.append(call_on(where, expand, arguments, expanded))
+    expanded = torch.full((len(block_ids), 1, 2, num_heads, shape.block_size, shape.head_dim), 7.0, dtype=shape.dtype)
+    arguments = (context.pool, context.scales, LAYER, block_ids, first_head, expanded)
+    expected, found = by_both("expand_kv", device, arguments, expanded)
     # The interpreter cuts off what a conversion to bfloat16 should round.
     rtol = torch.finfo(shape.dtype).eps
-    torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu import reference
-from engine.gpu.ops import FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_TILE, ops
-from tests.kernels.attention_cases import call_on
+from engine.gpu.ops import FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_TILE
+from tests.kernels.attention_cases import by_both
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2**-7}
 
@@ -24,12 +23,10 @@ def compare(
     inputs = torch.randn(num_tokens, shape[1], generator=generator).to(dtype)
     weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
     counters = torch.zeros(tiles[0], dtype=torch.int32, device=device)
-    results = []
-    for multiply, where in ((reference.multiply_few_rows, "cpu"), (ops.multiply_few_rows, device)):
-        outputs = torch.full((num_tokens, shape[0]), torch.nan, dtype=dtype)
-        partial = torch.full((num_programs + tiles[0], num_tokens, FEW_ROWS_TILE), torch.nan)
-        results.append(call_on(where, multiply, (inputs, weight, partial, counters, outputs), outputs))
-    expected, found = results
+    outputs = torch.full((num_tokens, shape[0]), torch.nan, dtype=dtype)
+    partial = torch.full((num_programs + tiles[0], num_tokens, FEW_ROWS_TILE), torch.nan)
+    arguments = (inputs, weight, partial, counters, outputs)
+    expected, found = by_both("multiply_few_rows", device, arguments, outputs)
     torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     assert not counters.any()
 

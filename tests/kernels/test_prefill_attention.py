@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu import reference
-from engine.gpu.ops import PREFILL_TILE_TOKENS, ops
-from tests.kernels.attention_cases import LAYER, Shape, assert_near, call_on, int32, random_context, random_heads
+from engine.gpu.ops import PREFILL_TILE_TOKENS
+from tests.kernels.attention_cases import LAYER, Shape, assert_near, by_both, int32, random_context, random_heads
 
 
 def tiles_of(num_tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,32 +17,17 @@ def tiles_of(num_tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(shape: Shape, chunks: list[tuple[int, int]], seed: int = 0, device: str = "cpu") -> None:
-    """Each chunk is its start and its number of tokens. The reference computes on the CPU."""
+    """Each chunk is its start and its number of tokens."""
     generator = torch.Generator().manual_seed(seed)
     start, num_tokens = [c[0] for c in chunks], [c[1] for c in chunks]
     context = random_context(shape, [s + n for s, n in chunks], generator)
     # A row before each chunk belongs to a chunk of one token, which this operator does not write.
     first_row = [1 + sum(num_tokens[:c]) + c for c in range(len(chunks))]
     heads = random_heads(shape, first_row[-1] + num_tokens[-1] + 1, generator)
-    tile_chunk, tile_first = tiles_of(num_tokens)
-    results = []
-    for attend, where in ((reference.prefill_attention, "cpu"), (ops.prefill_attention, device)):
-        attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
-        arguments = (
-            heads,
-            context.pool,
-            LAYER,
-            context.block_ids,
-            int32(*first_row),
-            context.first_block,
-            int32(*start),
-            int32(*num_tokens),
-            tile_chunk,
-            tile_first,
-            attended,
-        )
-        results.append(call_on(where, attend, arguments, attended))
-    expected, found = results
+    places = (int32(*first_row), context.first_block, int32(*start), int32(*num_tokens), *tiles_of(num_tokens))
+    attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
+    arguments = (heads, context.pool, LAYER, context.block_ids, *places, attended)
+    expected, found = by_both("prefill_attention", device, arguments, attended)
     assert_near(found, expected)
     assert (found[[row - 1 for row in first_row]] == 7.0).all()
     assert (found[-1] == 7.0).all()

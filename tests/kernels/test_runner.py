@@ -14,12 +14,10 @@ import torch
 
 from benchmarks.gpu_sections.harness import SECTIONS
 from core.config import EngineConfig
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
 from engine.torch_runner import TorchRunner
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
 CONFIG = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
@@ -41,9 +39,8 @@ def test_a_pool_of_8_bits_keeps_the_logits_near_those_of_the_torch_runner() -> N
     plain = TorchRunner(CONFIG)
     runner = GpuRunner(replace(CONFIG, kv_dtype="fp8"), limits=StepLimits(2, 16), with_graphs=False)
     runner._pool._bytes.fill_(0xFF)
-    view = SequenceView("a", PROMPT, 18, [3, 1], SamplingParams(max_tokens=3, temperature=0.0))
     for start, count in ((0, 17), (17, 1)):
-        chunks = [ScheduledChunk(view, start, count, True, False)]
+        chunks = [chunk_of(PROMPT, start, count, [3, 1])]
         found, expected = runner.logits(chunks), plain.logits(chunks)
         assert 0 < (found - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
 

@@ -10,24 +10,12 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu import sampling_kernels, sampling_reference
 from engine.gpu.draw_kernels import draw_tokens
-from tests.unit.engine.gpu.sampling_cases import Case, by_numpy, differing, on_device, some_case
+from tests.unit.engine.gpu.sampling_cases import Case, assert_as_numpy, by_numpy, differing, on_device, some_case
 
 
 @pytest.mark.parametrize(("seed", "vocab", "num_rows"), [(0, 61, 7), (1, 333, 6), (2, 4100, 3)])
 def test_rows_of_every_parameter_sample_numpy_s_tokens(seed: int, vocab: int, num_rows: int) -> None:
-    case = some_case(seed, num_rows, vocab)
-    found, logits = on_device(case)
-    wanted = by_numpy(case)
-    assert differing(case, found, wanted) == []
-    np.testing.assert_array_equal(logits, case.logits, "the logits are as before")
-    for name, token in wanted.items():
-        ours = found[name]
-        assert (ours.logprob is None) == (token.logprob is None)
-        if token.logprob is not None and ours.token_id == token.token_id:
-            assert ours.logprob == pytest.approx(token.logprob, abs=2e-5)
-        assert [index for index, _ in ours.top_logprobs] == [index for index, _ in token.top_logprobs]
-        for (_, a), (_, b) in zip(ours.top_logprobs, token.top_logprobs, strict=True):
-            assert a == pytest.approx(b, abs=2e-5)
+    assert_as_numpy(some_case(seed, num_rows, vocab))
 
 
 def test_the_lowest_ids_of_the_equals_at_the_border_of_top_k_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
+from core.step import ScheduledChunk, SequenceView
 from engine.model import Model, ModelInputs
 from engine.runner import Runner, run_step
 
@@ -22,18 +23,25 @@ def request(name: str, prompt: Iterable[int], **sampling: object) -> Request:
     return Request(name, token_ids, len(token_ids), SamplingParams(**(options | sampling)))  # type: ignore[arg-type]
 
 
+def chunk_of(
+    token_ids: list[int], start: int, count: int, blocks: list[int], name: str = "a", **sampling: object
+) -> ScheduledChunk:
+    """Tokens of a prompt, which sample a token. Greedy unless `sampling` says otherwise."""
+    options: dict[str, object] = {"max_tokens": 9, "temperature": 0.0}
+    params = SamplingParams(**(options | sampling))  # type: ignore[arg-type]
+    return ScheduledChunk(SequenceView(name, token_ids, len(token_ids), blocks, params), start, count, True, False)
+
+
 class Engine:
     """A scheduler, a pool and a runner.
 
     `num_cached_tokens`: of each request of the last `generate`; `max_chunks_of_one`: of one request in one step.
     """
 
-    def __init__(
-        self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512, max_running: int = 16
-    ) -> None:
+    def __init__(self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512) -> None:
         self.runner = runner
         self.pool = BlockPool(num_blocks or runner.num_blocks)
-        config = SchedulerConfig(max_batched_tokens=budget, max_running=min(budget, max_running))
+        config = SchedulerConfig(max_batched_tokens=budget, max_running=min(budget, 16))
         self.scheduler = Scheduler(config, self.pool, runner.layout.block_size, runner.info.eos_token_ids)
         self.num_cached_tokens: dict[str, int] = {}
         self.max_chunks_of_one = 0

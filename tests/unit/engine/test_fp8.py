@@ -13,19 +13,18 @@ from safetensors.torch import load_file, save_file
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from engine.fp8 import CODES, LARGEST_CODE, Fp8Matrix, Fp8Slot
+from engine.fp8 import CODES, LARGEST_CODE, Fp8Matrix
 from engine.fp8_checkpoint import Fp8Checkpoint
 from engine.gpu.runner import GpuRunner
-from engine.model_weights import ModelWeights
 from engine.quantization import head_weight_bytes, weight_bytes
 from engine.runner import Runner
 from engine.torch_runner import TorchRunner
 from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
-from model_files.model_source import load_config, resolve_model
+from model_files.model_source import resolve_model
 from tests.support.transformers_models import save_reference
 from tests.unit.engine.driving import Engine, request
-from tests.unit.engine.test_weights import random_weights, write_gguf
+from tests.unit.engine.test_weights import load, write_random_gguf
 
 CPU = torch.device("cpu")
 
@@ -51,15 +50,6 @@ def test_no_error_is_larger_than_a_sixteenth_of_the_weight_or_half_the_smallest_
 def test_rows_of_one_value_keep_it(value: float) -> None:
     weight = torch.full((2, 40), value)
     torch.testing.assert_close(matrix_of(weight).dequantized(), weight, rtol=1e-6, atol=0)
-
-
-def test_a_slot_writes_its_rows_and_no_others() -> None:
-    matrix = matrix_of(torch.zeros(100, 40))
-    rows = normal(30, 40)
-    Fp8Slot(matrix, 45, 30).put(rows)
-    assert torch.equal(matrix.dequantized()[45:75], matrix_of(rows).dequantized())
-    assert not matrix.dequantized()[:45].any()
-    assert not matrix.dequantized()[75:].any()
 
 
 def test_the_matrices_of_layers_are_fp8_and_the_embedding_and_the_head_are_not() -> None:
@@ -105,7 +95,7 @@ def test_every_runner_gives_the_same_tokens(model: str) -> None:
 
 
 def test_a_gguf_is_quantized_to_fp8(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", RANDOM_CONFIGS["llama-tiny"], random_weights("llama-tiny"))
+    write_random_gguf(tmp_path / "tiny.gguf", "llama-tiny")
     found = generate(TorchRunner(config(str(tmp_path / "tiny.gguf"))))
     assert found.keys() == {"1", "15", "33", "64"}
 
@@ -165,16 +155,11 @@ def test_a_block_larger_than_its_matrix_is_the_matrix() -> None:
     assert torch.equal(found, torch.full((3, 5), 2.0))
 
 
-def loaded(directory: Path, quantization: str = "none") -> ModelWeights:
-    source = resolve_model(str(directory))
-    return load_weights(source, load_config(source), torch.float32, torch.device("cpu"), quantization=quantization)
-
-
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_weights_are_codes_times_scales(arrangement: str, tmp_path: Path) -> None:
     save_reference("llama3", tmp_path)
     meant = write(tmp_path, arrangement)
-    weights = loaded(tmp_path)
+    weights = load(tmp_path)
     assert len(meant) == 21
     for name, slot in weights.slots().items():
         if name in meant:
@@ -185,7 +170,7 @@ def test_weights_are_codes_times_scales(arrangement: str, tmp_path: Path) -> Non
 def test_fp8_weights_take_the_codes_as_they_are(arrangement: str, tmp_path: Path) -> None:
     save_reference("llama3", tmp_path)
     meant = write(tmp_path, arrangement)
-    layer = loaded(tmp_path, "fp8").layers[0]
+    layer = load(tmp_path, "fp8").layers[0]
     assert isinstance(layer.down, Fp8Matrix)
     assert torch.equal(layer.down.dequantized(), meant["model.layers.0.mlp.down_proj.weight"])
     assert torch.equal(layer.qkv.dequantized()[:48], meant["model.layers.0.self_attn.q_proj.weight"])  # type: ignore[union-attr]
@@ -194,7 +179,7 @@ def test_fp8_weights_take_the_codes_as_they_are(arrangement: str, tmp_path: Path
 def test_scales_of_blocks_become_scales_of_rows(tmp_path: Path) -> None:
     save_reference("llama3", tmp_path)
     meant = write(tmp_path, "block")["model.layers.0.mlp.down_proj.weight"]
-    found = loaded(tmp_path, "fp8").layers[0].down
+    found = load(tmp_path, "fp8").layers[0].down
     assert isinstance(found, Fp8Matrix)
     error = (found.dequantized() - meant).abs()
     assert error.max() > 0
@@ -205,8 +190,8 @@ def test_a_matrix_without_scales_and_scales_that_do_not_fit_are_named(tmp_path: 
     save_reference("llama3", tmp_path)
     write(tmp_path, "block", weight_block_size=[7, 7])
     with pytest.raises(ConfigError, match=r"q_proj.weight has scales of shape \[3, 2\], which do not fit \[48, 48\]"):
-        loaded(tmp_path)
+        load(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "scale" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"q_proj.weight is of 8 bits, and the checkpoint has no .*weight_scale"):
-        loaded(tmp_path)
+        load(tmp_path)

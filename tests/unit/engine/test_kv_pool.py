@@ -42,19 +42,7 @@ def test_at_least_half_of_a_pool_is_in_huge_pages() -> None:  # fragmented memor
     assert mapped_bytes(pool.address(), "AnonHugePages") >= 16 * LAYOUT.block_bytes
 
 
-def test_the_tensor_and_the_bytes_are_the_same_memory() -> None:
-    pool = KVPool(LAYOUT, 4, torch.device("cpu"))
-    memory = pool.memory()
-    assert memory is not None
-    assert memory.nbytes == 4 * LAYOUT.block_bytes
-    assert not any(memory[:4096])
-    pool.tensor[3].fill_(1.0)
-    assert memory[3 * LAYOUT.block_bytes :].tobytes() == pool.tensor[3].view(torch.uint8).numpy().tobytes()
-
-
-def test_a_background_thread_touches_the_rest_of_the_pool_and_changes_no_byte(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_background_thread_touches_the_rest_of_the_pool_and_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.kv_pool.touch_first", lambda memory: touch_first(memory, 3 * LAYOUT.block_bytes))
     before = all_resident_bytes()
     pool = KVPool(LAYOUT, 64, torch.device("cpu"))

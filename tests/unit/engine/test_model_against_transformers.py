@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize, quantize
 
 from core.config import EngineConfig
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView
 from engine.torch_runner import TorchRunner
-from tests.support.transformers_models import FAMILIES, greedy_tokens, random_model, save_reference
-from tests.unit.engine.driving import Engine, request
+from model_files.model_config import config_from_hf
+from tests.support.gguf_models import READ_TYPES, WRITTEN_TYPES, write_gguf
+from tests.support.transformers_models import FAMILIES, SIZES, greedy_tokens, random_model, save_reference
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 PROMPT = [(11 * index + 5) % 128 + 3 for index in range(100)]
 
@@ -36,13 +34,9 @@ def load_runner(directory: Path) -> TorchRunner:
 def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
     """Logits after the last token of a prompt that is prefilled in two uneven chunks."""
     blocks = list(range(runner.layout.num_blocks_for(len(token_ids))))
-    sampling = SamplingParams(max_tokens=1)
-    logits = None
-    for start, end in ((0, 37), (37, len(token_ids))):
-        view = SequenceView("a", token_ids, len(token_ids), blocks, sampling)
-        logits = runner.logits([ScheduledChunk(view, start, end - start, end == len(token_ids), False)])
-    assert logits is not None
-    return logits[0].numpy()
+    first = runner.logits([chunk_of(token_ids, 0, 37, blocks)._replace(samples=False)])
+    assert len(first) == 0
+    return runner.logits([chunk_of(token_ids, 37, len(token_ids) - 37, blocks)])[0].numpy()
 
 
 def test_the_logits_differ_by_less_than_a_ten_thousandth(pair: tuple[Any, TorchRunner]) -> None:
@@ -73,94 +67,30 @@ def test_sharded_safetensors_load_as_one(tmp_path: Path) -> None:
 
 
 # ---- A model from a GGUF file has the logits of transformers, for every architecture and every tensor type.
-# The gguf package names the tensors in the file, so the tests also check our names. The reference model holds the
-# weights that the package reads back from the file.
+# The reference model holds the weights that the gguf package reads back from the file.
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.2,
-}
-SUPER_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}  # rows of 256, as K types need
+BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SUPER_BLOCKS = BLOCKS | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}  # as K types need
 GGUF_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 64}),
 }
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
-WRITTEN_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
-# Types that the package reads but does not write: random bytes, with these values at the offsets of a block's scales.
-READ_TYPES = {"Q4_K": {0: 2e-4, 2: 1.5e-3}, "Q5_K": {0: 1e-4, 2: 1.5e-3}, "Q6_K": {208: 1e-4}}
 # Natural log. bfloat16 has 8 bits of precision; the reference is float32.
 BF16_LOGPROB_TOLERANCE = 0.2
 
 
-def reference_model(family: str, sizes: dict[str, int]) -> Any:
-    prefix, differences = GGUF_FAMILIES[family]
-    return random_model(prefix, SIZES | sizes | differences, seed=5)
-
-
-def encoded(values: np.ndarray, kind: str) -> np.ndarray:
-    """A matrix encoded as a type: the nearest codes, or random bytes if the package cannot write the type."""
-    if kind not in READ_TYPES:
-        return quantize(values, gguf.GGMLQuantizationType[kind])
-    items, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    rng = np.random.default_rng(values.size)
-    blocks = rng.integers(0, 256, (len(values), values.shape[1] // items, num_bytes), dtype=np.uint8)
-    for place, scale in READ_TYPES[kind].items():
-        blocks[..., place : place + 2] = np.array([scale], np.float16).view(np.uint8)
-    return blocks.reshape(len(values), -1)
-
-
-def write_gguf(path: Path, family: str, model: Any, kind: str) -> None:
-    """Write `model` as a GGUF file with matrices of one type, and set the model's weights to those of the file."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_eos_token_id(config.eos_token_id)
-    if family == "qwen3":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert gguf_name is not None, name
-        values = parameter.detach().numpy()
-        if values.ndim == 1:
-            writer.add_tensor(gguf_name, values.copy())
-            continue
-        raw = encoded(values, kind)
-        with torch.no_grad():
-            parameter.copy_(torch.from_numpy(dequantize(raw, gguf.GGMLQuantizationType[kind]).copy()))
-        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # like llama.cpp's converter
-            num_heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            raw = raw.reshape(num_heads, 2, -1, raw.shape[1]).swapaxes(1, 2).reshape(raw.shape)
-        writer.add_tensor(gguf_name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def logits_of_both(path: Path, family: str, kind: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of (our runner, transformers) after the same prompt."""
-    model = reference_model(family, SUPER_BLOCKS if kind in READ_TYPES else {})
-    write_gguf(path, family, model, kind)
+    prefix, differences = GGUF_FAMILIES[family]
+    sizes = SIZES | {"initializer_range": 0.2} | (SUPER_BLOCKS if kind in READ_TYPES else BLOCKS)
+    model = random_model(prefix, sizes | differences, seed=5)
+    parameters = dict(model.named_parameters())
+    tensors = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+    meant = write_gguf(path, config_from_hf(model.config.to_dict()), tensors, kind, family)
     with torch.inference_mode():
+        for name, values in meant.items():
+            parameters[name].copy_(torch.from_numpy(values))
         expected = model(torch.tensor([PROMPT])).logits[0, -1]
     assert expected.std() > 0.3, "flat logits would agree with anything"
     runner = TorchRunner(EngineConfig(model=str(path), dtype=dtype, kv_memory_mb=4, num_threads=1))

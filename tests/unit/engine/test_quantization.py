@@ -11,7 +11,7 @@ import torch
 
 from engine.gguf_groups import exact_groups
 from engine.host_memory import HugePages
-from engine.quantization import GROUP, GroupedRows, MatrixSlot, QuantizedMatrix, quantize
+from engine.quantization import GROUP, QuantizedMatrix, quantize
 from engine.weights import GGUFWeights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.gguf_file import GGUFFile
@@ -20,8 +20,8 @@ from tests.unit.engine.cpu.kernel_cases import matrix_of
 SHAPES = [(1, 1), (47, 31), (48, 32), (49, 33), (100, 576)]
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -65,15 +65,6 @@ def test_a_matrix_returns_the_rows_that_were_put_into_it(bits: int, shape: tuple
 def test_a_matrix_takes_the_documented_number_of_bytes() -> None:
     assert QuantizedMatrix(960, 576, 8, torch.bfloat16, HugePages()).num_bytes * 8 == 8.5 * 960 * 576
     assert QuantizedMatrix(960, 576, 4, torch.bfloat16, HugePages()).num_bytes * 8 == 5 * 960 * 576
-
-
-def test_a_slot_writes_its_rows_and_no_others() -> None:
-    matrix = QuantizedMatrix(100, 40, 4, torch.float32, HugePages())
-    rows = quantize(normal(30, 40), 4)
-    MatrixSlot(matrix, 45, 30).put(rows)
-    assert torch.equal(matrix.dequantized()[45:75], rows.dequantized())
-    assert not matrix.dequantized()[:45].any()
-    assert not matrix.dequantized()[75:].any()
 
 
 def write(path: Path, kind: gguf.GGMLQuantizationType, raw: np.ndarray) -> GGUFFile:
@@ -132,10 +123,3 @@ def test_scales_beyond_half_precision_are_not_taken_from_the_file(tmp_path: Path
     raw[:, :4] = np.array([60_000.0, 60_000.0], np.float16).view(np.uint8)
     file = write(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q4_K, raw)
     assert exact_groups(file, "token_embd.weight", 4) is None
-
-
-def test_rows_in_another_order_are_the_same_rows() -> None:
-    rows = quantize(normal(6, 33), 4)
-    order = torch.tensor([5, 0, 3, 1, 2, 4])
-    assert torch.equal(rows.rows(order).dequantized(), rows.dequantized()[order])
-    assert isinstance(rows.rows(order), GroupedRows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,16 +13,14 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from core.request import Request, SamplingParams
-from core.step import ScheduledChunk, SequenceView, StepPlan
+from core.step import ScheduledChunk, StepPlan
 from engine.drafting import Lookup
 from engine.factory import build_runner
 from engine.fake_runner import expected_tokens
 from engine.gpu.runner import GpuRunner
 from engine.runner import Runner, StepLimits, run_step
 from model_files.model_source import load_model_info
-from tests.support.sampled_streams import Streams, alone, engine_paths, resumed
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 MODELS = ["fake:tiny", "random:llama-tiny", "random:llama3-tiny", "random:qwen2-tiny", "random:qwen3-tiny"]
 # The runner of a GPU, with its references on the CPU; fp8 is its KV pool
@@ -186,11 +183,6 @@ def test_guesses_give_the_tokens_of_a_run_without_them(
 def test_a_bfloat16_runner_stores_kv_in_bfloat16() -> None:
     runner = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="bfloat16", kv_memory_mb=1, num_threads=1))
     assert runner.layout.dtype == "bfloat16"
-    exact = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1))
-    step = StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=20),))
-    rounded = dict(run_step(runner, step).sampled["a"][0].top_logprobs)
-    for token_id, logprob in run_step(exact, step).sampled["a"][0].top_logprobs[:5]:
-        assert rounded[token_id] == pytest.approx(logprob, abs=0.1)
 
 
 def test_threads_default_to_the_cores_this_process_may_use() -> None:
@@ -220,52 +212,5 @@ def _slots(runner: Runner) -> list[np.ndarray]:
 def _chunk(
     token_ids: list[int], start: int, num_tokens: int, blocks: list[int], name: str = "a", **sampling: object
 ) -> ScheduledChunk:
-    options: dict[str, object] = {"max_tokens": 9, "temperature": 0.0}
-    params = SamplingParams(**(options | sampling))  # type: ignore[arg-type]
-    view = SequenceView(name, token_ids, min(len(PROMPT), len(token_ids)), blocks, params)
-    return ScheduledChunk(view, start, num_tokens, samples=start + num_tokens == len(token_ids), promised=False)
-
-
-# ---- Sampled tokens do not tell which path a request took, with a model of flat distributions.
-
-NUM_REQUESTS = 24
-OPTIONS: list[dict[str, float]] = [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}]
-PATHS = engine_paths(num_blocks=10)
-
-
-@pytest.fixture(scope="module")
-def flat_runner() -> Runner:
-    return build_runner(EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=16, num_threads=1))
-
-
-@pytest.fixture(scope="module")
-def requests(flat_runner: Runner) -> list[Request]:
-    """A random model has flat distributions."""
-    chance = random.Random(1)
-    found = []
-    for number in range(NUM_REQUESTS):
-        prompt = tuple(chance.randrange(flat_runner.info.vocab_size) for _ in range(chance.randrange(8, 40)))
-        temperature = chance.choice((0.5, 0.8, 1.2))
-        options = {**OPTIONS[number % len(OPTIONS)], "temperature": temperature, "seed": chance.randrange(2**60)}
-        sampling = SamplingParams(max_tokens=20, ignore_eos=True, **options)  # type: ignore[arg-type]
-        found.append(Request(str(number), prompt, len(prompt), sampling))
-    return found
-
-
-@pytest.fixture(scope="module")
-def expected(flat_runner: Runner, requests: list[Request]) -> Streams:
-    return alone(flat_runner, requests)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_every_path_draws_what_a_request_alone_draws(
-    flat_runner: Runner, requests: list[Request], expected: Streams, path: str
-) -> None:
-    assert PATHS[path](flat_runner, requests) == expected
-    assert len({tuple(tokens) for tokens in expected.values()}) == NUM_REQUESTS
-
-
-def test_a_resumed_request_draws_what_it_draws_alone(
-    flat_runner: Runner, requests: list[Request], expected: Streams
-) -> None:
-    assert resumed(flat_runner, requests, expected) == expected
+    chunk = chunk_of(token_ids, start, num_tokens, blocks, name, **sampling)
+    return chunk._replace(samples=start + num_tokens == len(token_ids))

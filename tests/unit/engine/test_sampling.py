@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from core.errors import TandemError
 from core.output_grammar import Masks
 from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView
+from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.histories import Histories
 from engine.quick_draw import QuickDraw
 from engine.sampling import Sampler, adjust, choose_at, draw_token, filtered_distribution
@@ -31,8 +31,22 @@ def chunk(sampling: SamplingParams, token_ids: list[int] | None = None, num_prom
     return ScheduledChunk(SequenceView("a", tokens, num_prompt_tokens, [0], sampling), 0, len(tokens), True, False)
 
 
+def sampled(
+    wanted: ScheduledChunk, *allowed: int, eos: frozenset[int] = frozenset(), logits: np.ndarray = LOGITS
+) -> SampledToken:
+    """`allowed`: by a grammar; none: the chunk has no grammar."""
+    masks = Masks({"a": mask_of(*allowed)} if allowed else {})
+    return Sampler([wanted], eos).sample(logits[None], masks=masks)["a"][0]
+
+
+def mask_of(*token_ids: int) -> tuple[bytes, ...]:
+    bits = np.zeros(len(LOGITS), np.uint8)
+    bits[list(token_ids)] = 1
+    return (np.packbits(bits, bitorder="little").tobytes(),)
+
+
 def choose(logits: np.ndarray, wanted: ScheduledChunk) -> int:
-    return Sampler([wanted]).sample(logits[None])["a"][0].token_id
+    return sampled(wanted, logits=logits).token_id
 
 
 def naive_distribution(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
@@ -227,8 +241,8 @@ def test_a_step_reads_the_new_tokens_of_a_penalized_sequence_alone(promised: boo
     drawn = []
     for end in range(40, 140):
         last = ScheduledChunk(view, end - 1, 1, True, promised)
-        sampled = Sampler([last], histories=histories).sample(LOGITS[None], {"a": tokens[end - 1]})
-        drawn.append(sampled["a"][0].token_id)
+        found = Sampler([last], histories=histories).sample(LOGITS[None], {"a": tokens[end - 1]})
+        drawn.append(found["a"][0].token_id)
         tokens.append(drawn[-1])
     assert tokens.num_read < 2 * 140 + 100
     rows = [ScheduledChunk(view, end - 1, 1, True, False) for end in range(40, 140)]
@@ -242,22 +256,18 @@ def test_greedy_takes_the_highest_logit_after_penalties_and_the_lowest_id_of_tie
     assert choose(logits, chunk(params(temperature=0.0, logit_bias={0: 50.0}))) == 0
 
 
-def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
+def test_logprobs_are_log_softmax_of_the_raw_logits_where_they_are_asked_for() -> None:
+    plain, only_chosen = (sampled(chunk(params(temperature=0.0, num_logprobs=count))) for count in (None, 0))
+    assert plain.logprob is None
+    assert (only_chosen.logprob is None, only_chosen.top_logprobs) == (False, ())
     sampling = params(temperature=0.0, num_logprobs=3, logit_bias={4: 100.0})
-    token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"][0]
+    token = sampled(chunk(sampling))
     expected = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum())
     assert token.token_id == 4
     assert token.logprob == pytest.approx(expected[4], abs=1e-5)
     best = np.argsort(-LOGITS)[:3]
     assert [index for index, _ in token.top_logprobs] == best.tolist()
     np.testing.assert_allclose([logprob for _, logprob in token.top_logprobs], expected[best], atol=1e-5)
-
-
-def test_no_logprobs_are_returned_unless_requested() -> None:
-    assert Sampler([chunk(params(temperature=0.0))]).sample(LOGITS[None])["a"][0].logprob is None
-    only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"][0]
-    assert only_chosen.logprob is not None
-    assert only_chosen.top_logprobs == ()
 
 
 @pytest.mark.parametrize(
@@ -269,14 +279,8 @@ def test_before_min_tokens_no_token_that_ends_the_output_is_drawn(options: dict[
 
     def drawn(num_output: int, **more: object) -> set[int]:
         tokens = [1, 2, *[0] * num_output]
-        return {
-            Sampler(
-                [chunk(params(seed=seed, stop_token_ids=frozenset({3}), **options, **more), tokens, 2)], frozenset({4})
-            )
-            .sample(logits[None])["a"][0]
-            .token_id
-            for seed in range(50)
-        }
+        asked = (params(seed=seed, stop_token_ids=frozenset({3}), **options, **more) for seed in range(50))
+        return {sampled(chunk(each, tokens, 2), eos=frozenset({4}), logits=logits).token_id for each in asked}
 
     for num_output in (0, 1, 2):
         assert drawn(num_output, min_tokens=3).isdisjoint(ends), "also for a request that resumes"
@@ -288,7 +292,7 @@ def test_before_min_tokens_no_token_that_ends_the_output_is_drawn(options: dict[
 def test_log_probabilities_stay_the_model_s_before_min_tokens() -> None:
     sampling = params(temperature=0.0, num_logprobs=1, min_tokens=2)
     best = int(LOGITS.argmax())
-    token = Sampler([chunk(sampling)], frozenset({best})).sample(LOGITS[None])["a"][0]
+    token = sampled(chunk(sampling), eos=frozenset({best}))
     assert token.token_id != best
     assert token.top_logprobs[0][0] == best
 
@@ -296,40 +300,28 @@ def test_log_probabilities_stay_the_model_s_before_min_tokens() -> None:
 # ---- masks of a grammar
 
 
-def mask_of(*token_ids: int) -> tuple[bytes, ...]:
-    bits = np.zeros(len(LOGITS), np.uint8)
-    bits[list(token_ids)] = 1
-    return (np.packbits(bits, bitorder="little").tobytes(),)
-
-
 @given(allowed=st.sets(st.integers(0, 49), min_size=1), seed=st.integers(0, 9))
 def test_a_masked_token_is_that_of_logits_without_the_others(allowed: set[int], seed: int) -> None:
     masked = np.where(np.isin(np.arange(50), list(allowed)), LOGITS, np.float32(-np.inf))
     for options in ({"temperature": 0.0}, {}, {"top_k": 3, "temperature": 0.7}, {"top_p": 0.5}, {"min_p": 0.3}):
         sampling = params(**options, seed=seed, grammar="any", presence_penalty=1.5)
-        one = chunk(sampling, [1, 2, 3])
-        masks = Masks({"a": mask_of(*allowed)})
-        found = Sampler([one]).sample(LOGITS[None], masks=masks)["a"][0].token_id
+        found = sampled(chunk(sampling, [1, 2, 3]), *allowed).token_id
         adjusted = adjust(masked, sampling, counts_of([1, 2, 3], 1))
         assert found == choose_at(adjusted, sampling, 3)
         assert found in allowed
 
 
 def test_log_probabilities_are_those_of_the_model_behind_a_mask_too() -> None:
-    plain = Sampler([chunk(params(temperature=0.0, num_logprobs=2))]).sample(LOGITS[None])["a"][0]
-    (least,) = [int(LOGITS.argmin())]
-    written = chunk(params(temperature=0.0, num_logprobs=2, grammar="any"))
-    token = Sampler([written]).sample(LOGITS[None], masks=Masks({"a": mask_of(least)}))["a"][0]
+    plain, least = sampled(chunk(params(temperature=0.0, num_logprobs=2))), int(LOGITS.argmin())
+    token = sampled(chunk(params(temperature=0.0, num_logprobs=2, grammar="any")), least)
     assert token.token_id == least
     assert token.top_logprobs == plain.top_logprobs
 
 
 def test_the_least_output_gives_way_to_a_grammar_that_allows_nothing_but_the_end() -> None:
-    sampling = params(temperature=0.0, grammar="any", min_tokens=5)
-    eos = frozenset({7})
-    sampler = Sampler([chunk(sampling)], eos)
-    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7)}))["a"][0].token_id == 7
-    assert sampler.sample(LOGITS[None], masks=Masks({"a": mask_of(7, 8)}))["a"][0].token_id == 8
+    written = chunk(params(temperature=0.0, grammar="any", min_tokens=5))
+    assert sampled(written, 7, eos=frozenset({7})).token_id == 7
+    assert sampled(written, 7, 8, eos=frozenset({7})).token_id == 8
 
 
 def test_a_sequence_whose_grammar_has_failed_gets_no_token() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,6 @@ from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
 from engine.runner import Runner, StepDropped, StepLimits
 from engine.step_queue import Computed, PromisedTokens
-from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
 
@@ -188,14 +188,33 @@ def test_random_plans_one_step_ahead_give_the_tokens_of_one_sequence_alone(
     assert driver.num_promised > 10
 
 
+def num_threads_started_by(work: Callable[[], object]) -> int:
+    """The number of threads that `work` starts from a new thread."""
+    started = []
+
+    def watch() -> None:
+        before = set(os.listdir("/proc/self/task"))
+        work()
+        started.append(len(set(os.listdir("/proc/self/task")) - before))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    return started[0]
+
+
 def test_submit_starts_no_compute_threads(runner: Runner) -> None:
     """The thread that submits is the event loop: its compute threads would take the cores of other workers."""
     view = SequenceView("long", [1] * 1000, 1000, list(range(63)), REQUESTS[0].sampling)
+    before = torch.get_num_threads()
     for start, count in ((0, 500), (500, 500)):
         plan = StepPlan(0, (ScheduledChunk(view, start, count, start > 0, False),))
-        with compute_threads(3):
+        torch.set_num_threads(3)
+        try:
             assert num_threads_started_by(lambda: torch.ones(2000, 64).cos()) > 0, "this could show nothing"
             assert num_threads_started_by(partial(runner.submit, plan)) == 0
+        finally:
+            torch.set_num_threads(before)
         runner.collect()
 
 

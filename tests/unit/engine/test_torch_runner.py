@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import resource
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,39 +18,18 @@ from engine.kv_pool import MIN_BLOCKS
 from engine.torch_runner import TorchRunner
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "expected"),
-    [
-        ("processor : 0\nflags : fpu avx2 avx512f\n", False),
-        ("processor : 0\nflags : fpu avx512f avx512_bf16\n", True),
-        ("processor : 0\nflags : fpu amx_bf16 amx_tile\n", True),
-        ("processor : 0\nFeatures : fp asimd bf16 i8mm\n", True),
-        ("processor : 0\nFeatures : fp asimd\n", False),
-        ("nothing of the kind\n", False),
-    ],
-)
-def test_bfloat16_is_chosen_on_cpus_with_bfloat16_products(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text(cpuinfo)
-    assert cpu_multiplies_bf16(path) is expected
-    assert cpu_multiplies_bf16(tmp_path / "missing") is False
-
-
 def test_auto_chooses_the_devices_fastest_dtype() -> None:
     assert choose_dtype("auto", torch.device("cuda")) == "bfloat16"
     assert choose_dtype("auto", torch.device("cpu")) == ("bfloat16" if cpu_multiplies_bf16() else "float32")
     assert choose_dtype("float32", torch.device("cuda")) == "float32"
 
 
-def test_the_error_for_a_missing_gpu_names_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_has_an_index_that_torch_must_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == "cpu"
     for wanted in ("cuda", "cuda:1"):
         with pytest.raises(ConfigError, match="set device to cpu or auto"):
             choose_device(wanted)
-
-
-def test_a_device_has_an_index_that_torch_must_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda:0")

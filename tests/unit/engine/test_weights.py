@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -16,20 +14,18 @@ from safetensors.torch import load_file, save_file
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView, StepPlan
-from engine.cpu.dequantize import dequantize_into
-from engine.cpu.kernels import load_kernels
+from core.step import StepPlan
 from engine.loading import ModelSetup
 from engine.model_weights import ModelWeights
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from engine.weights import draws_on_device, load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
-from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
-from model_files.model_config import ModelConfig, config_from_gguf
+from model_files.model_config import config_from_gguf
 from model_files.model_source import load_config, resolve_model
+from tests.support.gguf_models import write_gguf
+from tests.unit.engine.driving import chunk_of
 
 CPU = torch.device("cpu")
 HF_CONFIG = {
@@ -44,17 +40,6 @@ HF_CONFIG = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "eos_token_id": [258, 256],
-}
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
 }
 
 
@@ -76,51 +61,15 @@ def llama_directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_gguf(path: Path, config: ModelConfig, weights: ModelWeights, **extra: np.ndarray) -> None:
-    """Write a GGUF file in a converter's form of architecture llama: q and k rows interleaved, matrices in Q8_0, norms
-    in F32."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_eos_token_id(258)
-    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, view in views(weights).items():
-        stem = name.removesuffix(".weight")
-        values = view.numpy().copy()
-        if stem in outer:
-            gguf_name = outer[stem]
-        else:
-            _, _, layer, inner = stem.split(".", 3)
-            gguf_name = f"blk.{layer}.{GGUF_NAMES[inner]}"
-            if inner in ("self_attn.q_proj", "self_attn.k_proj"):
-                heads = config.num_heads if "q_proj" in inner else config.num_kv_heads
-                halves = values.reshape(heads, 2, -1, values.shape[1])
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-        if values.ndim == 1:
-            writer.add_tensor(f"{gguf_name}.weight", values)
-        else:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{gguf_name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    for name, values in extra.items():
-        writer.add_tensor(name.replace("__", "."), values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def write_random_gguf(path: Path, name: str, rope_factors: np.ndarray | None = None) -> None:
+    """A random model as a GGUF file of architecture llama, with matrices in Q8_0."""
+    tensors = {slot: view.numpy() for slot, view in views(random_weights(name)).items()}
+    write_gguf(path, RANDOM_CONFIGS[name], tensors, rope_factors=rope_factors)
 
 
 def logits(model: str) -> np.ndarray:
     runner = TorchRunner(EngineConfig(model=model, dtype="float32", kv_memory_mb=1, num_threads=1))
-    prompt = list(range(30))
-    chunk = ScheduledChunk(
-        SequenceView("a", prompt, 30, [0, 1], SamplingParams(max_tokens=1, num_logprobs=20)), 0, 30, True, False
-    )
+    chunk = chunk_of(list(range(30)), 0, 30, [0, 1], num_logprobs=20)
     return np.array(sorted(run_step(runner, StepPlan(0, (chunk,))).sampled["a"][0].top_logprobs))
 
 
@@ -146,7 +95,7 @@ def test_the_error_for_a_wrong_checkpoint_names_the_tensor(
         logits(str(llama_directory))
 
 
-def load(directory: Path, quantization: str) -> ModelWeights:
+def load(directory: Path, quantization: str = "none") -> ModelWeights:
     source = resolve_model(str(directory))
     return load_weights(source, load_config(source), torch.float32, CPU, quantization)
 
@@ -197,26 +146,12 @@ def test_a_second_copy_of_a_tied_head_and_derived_buffers_are_ignored(llama_dire
     assert len(logits(str(llama_directory))) == 20
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "llama3-tiny"])
-def test_a_gguf_gives_the_weights_that_were_written(tmp_path: Path, name: str) -> None:
-    config, weights = RANDOM_CONFIGS[name], random_weights(name)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, config, weights)
-    loaded = load_weights(resolve_model(str(path)), config_from_gguf(GGUFFile(path)), torch.float32, CPU)
-    for slot, view in views(loaded).items():
-        torch.testing.assert_close(view, weights.slots()[slot], atol=0.02, rtol=0)  # the rounding of Q8_0
-    kernels = load_kernels(64, default_cache_dir())
-    dequantize = None if kernels is None else partial(dequantize_into, kernels)
-    filled = load_weights(resolve_model(str(path)), config, torch.float32, CPU, dequantize=dequantize)
-    assert all(torch.equal(view, views(loaded)[slot]) for slot, view in views(filled).items())
-
-
 def test_rope_factors_in_a_gguf_are_used(tmp_path: Path) -> None:
     config, path = RANDOM_CONFIGS["llama3-tiny"], tmp_path / "tiny.gguf"
     base = np.array([config.rope_theta ** (-index / 8) for index in range(8)])
     factors = (base / np.array(config.inverse_frequencies())).astype(np.float32)
     assert factors.max() > 1.0
-    write_gguf(path, config, random_weights("llama3-tiny"), rope_freqs__weight=factors)
+    write_random_gguf(path, "llama3-tiny", factors)
     np.testing.assert_allclose(
         config_from_gguf(GGUFFile(path)).inverse_frequencies(), config.inverse_frequencies(), rtol=1e-5
     )
@@ -225,7 +160,7 @@ def test_rope_factors_in_a_gguf_are_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [3, 20, 700, -1000])
 def test_a_damaged_gguf_is_refused_with_a_config_error(tmp_path: Path, length: int) -> None:
     path = tmp_path / "tiny.gguf"
-    write_gguf(path, RANDOM_CONFIGS["llama-tiny"], random_weights("llama-tiny"))
+    write_random_gguf(path, "llama-tiny")
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ConfigError, match="not a usable GGUF file"):
         logits(str(path))

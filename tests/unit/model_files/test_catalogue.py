@@ -18,14 +18,7 @@ import pytest
 
 from core.errors import ModelNotFound
 from model_files import catalogue
-from model_files.catalogue import (
-    CatalogueEntry,
-    FetchFailed,
-    cached_path,
-    default_cache_dir,
-    fetch,
-    is_cached,
-)
+from model_files.catalogue import CatalogueEntry, FetchFailed, cached_path, default_cache_dir, fetch, is_cached
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4096
 WHEEL = "tiny_model-1.0-py3-none-any.whl"

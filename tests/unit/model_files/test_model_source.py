@@ -11,7 +11,8 @@ import pytest
 from core.errors import ConfigError, ModelNotFound
 from model_files.default_sampling import default_sampling
 from model_files.model_config import RopeScaling, config_from_hf
-from model_files.model_source import SourceKind, describe, fingerprint, load_model_info, resolve_model
+from model_files.model_source import describe, fingerprint, load_model_info, resolve_model
+from tests.support.tiny_model_files import CONFIG
 
 LLAMA = {
     "model_type": "llama",
@@ -36,18 +37,8 @@ def test_the_error_for_an_unknown_model_is_one_line_that_lists_the_models(spec: 
     with pytest.raises(ModelNotFound, match=r"llama-tiny|fake:tiny") as failure:
         resolve_model(spec, tmp_path)
     assert "\n" not in str(failure.value)
-
-
-def test_the_error_for_a_model_that_is_not_downloaded_names_tandem_pull(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="run `tandem pull smollm2-135m`"):
         resolve_model("smollm2-135m", tmp_path)
-
-
-def test_files_and_directories_are_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert resolve_model(str(tmp_path / "model.gguf")).kind is SourceKind.GGUF
-    assert resolve_model(directory(tmp_path / "dir")).kind is SourceKind.HUGGING_FACE
-    assert resolve_model(directory(tmp_path / "dir")).name == "dir"
 
 
 @pytest.mark.parametrize(
@@ -205,17 +196,11 @@ def test_a_feature_that_is_not_supported_is_refused(changes: dict[str, object], 
 
 
 def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = CONFIG["rope_scaling"]
     older = config_from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
     newer = config_from_hf(LLAMA | {"rope_parameters": scaling | {"rope_theta": 5e5}})
     assert older == newer
-    assert older.rope_scaling == RopeScaling(8.0, False, 1.0, 4.0, 8192)
+    assert older.rope_scaling == RopeScaling(8.0, False, 1.0, 4.0, 64)
     assert older.rope_theta == 5e5
 
 
@@ -225,11 +210,6 @@ MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 1000, "max_position_embeddings": 4096, "eos_token_id": 7,
     "num_experts": 128,
 }  # fmt: skip
-
-
-def model(directory: Path, config: dict[str, Any]) -> str:
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
 
 
 @pytest.mark.parametrize(
@@ -243,14 +223,10 @@ def model(directory: Path, config: dict[str, Any]) -> str:
     ids=["text", "text and images", "known family, other format", "known family, other features"],
 )
 def test_its_sizes_are_read_without_its_architecture(tmp_path: Path, config: dict[str, Any]) -> None:
-    source = resolve_model(model(tmp_path, config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = resolve_model(str(tmp_path))
     info = describe(source, own_engine=False)
     assert (info.vocab_size, info.context_length, info.eos_token_ids) == (1000, 4096, frozenset({7}))
     assert describe(source, 100, own_engine=False).context_length == 100
     with pytest.raises(ConfigError, match="at most 4096"):
         describe(source, 5000, own_engine=False)
-
-
-def test_the_own_engine_refuses_it_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="qwen3_moe"):
-        describe(resolve_model(model(tmp_path, MOE)))

@@ -26,8 +26,8 @@ def files(tmp_path: Path) -> TokenizerFiles:
     return smollm_gguf(tmp_path)
 
 
-def in_one_call(files: TokenizerFiles, text: str) -> list[int]:
-    token_ids: list[int] = files.tokenizer.encode(text, add_special_tokens=False).ids
+def in_one_call(tokenizer: Tokenizer, text: str) -> list[int]:
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return token_ids
 
 
@@ -62,7 +62,7 @@ def test_the_turns_of_a_chat_are_tokenized_once(files: TokenizerFiles) -> None:
     codec = FileCodec(files)
     for end in range(1, len(TURNS) + 1):
         text = "".join(TURNS[:end])
-        assert codec.encode(text, add_special=False).token_ids == in_one_call(files, text)
+        assert codec.encode(text, add_special=False).token_ids == in_one_call(files.tokenizer, text)
     assert codec.cache.num_hits > 0
     before = codec.cache.num_misses
     codec.encode("".join(TURNS), add_special=False)
@@ -72,7 +72,7 @@ def test_the_turns_of_a_chat_are_tokenized_once(files: TokenizerFiles) -> None:
 def test_requests_with_different_salts_share_no_piece(files: TokenizerFiles) -> None:
     codec, text = FileCodec(files), "".join(TURNS)
     for salt in ("", "a", "b"):
-        assert codec.encode(text, False, salt).token_ids == in_one_call(files, text)
+        assert codec.encode(text, False, salt).token_ids == in_one_call(files.tokenizer, text)
     assert codec.cache.num_hits == 0
 
 
@@ -107,7 +107,7 @@ def test_several_threads_may_encode_at_the_same_time(files: TokenizerFiles) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [in_one_call(files, text)] * 8
+    assert results == [in_one_call(files.tokenizer, text)] * 8
     codec.cache.check()
 
 
@@ -121,11 +121,6 @@ def added(text: str, **options: Any) -> AddedToken:
 def cuts_of(tokenizer: Tokenizer) -> list[str]:
     known = list(tokenizer.get_added_tokens_decoder().values())
     return cut_tokens(known, {token.content for token in known})
-
-
-def ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return token_ids
 
 
 # A text of two pieces, the token that the second piece starts with, and what makes the cut wrong.
@@ -144,7 +139,8 @@ WRONG_CUTS = {
 def test_a_text_is_not_cut_where_its_tokens_would_change(before: str, after: str, tokens: list[AddedToken]) -> None:
     tokenizer = byte_level_tokenizer(tokens)
     tokenizer.normalizer = normalizers.Prepend("_")  # before each text between two tokens of the raw text
-    assert ids(tokenizer, before) + ids(tokenizer, after) != ids(tokenizer, before + after)
+    in_pieces = in_one_call(tokenizer, before) + in_one_call(tokenizer, after)
+    assert in_pieces != in_one_call(tokenizer, before + after)
     assert tokens[0].content not in cuts_of(tokenizer)
 
 

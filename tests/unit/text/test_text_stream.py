@@ -17,18 +17,11 @@ from text.text_stream import TextStream
 from text.tokenizer import load_tokenizer
 
 
-def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream, list[str]]:
-    """A stream after these tokens, and the text that it returned for each."""
-    pieces = [token.encode() if isinstance(token, str) else token for token in tokens]
-    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), StopStrings(stop_strings))
-    return stream, [stream.push((token_id,))[0] for token_id in range(len(pieces))]
-
-
 def test_a_stop_string_that_the_last_flush_completes_is_cut_too() -> None:
-    stream, shown = stream_of(["\ufffd"], "a", "日".encode()[:2])
-    assert shown == ["a", ""]
-    assert stream.flush() == ""
-    assert stream.stop_match == "\ufffd"
+    pieces = [b"a", "日".encode()[:2]]
+    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), StopStrings(["\ufffd"]))
+    assert [stream.push((token_id,))[0] for token_id in range(2)] == ["a", ""]
+    assert (stream.flush(), stream.stop_match) == ("", "\ufffd")
 
 
 @pytest.mark.parametrize("runs", [[1] * 5, [5], [2, 3], [3, 2]])
@@ -45,7 +38,7 @@ def test_the_text_of_the_first_min_tokens_is_not_searched(runs: list[int]) -> No
 def test_the_work_for_a_character_does_not_grow_with_the_stop_strings() -> None:
     """Counted in lines of Python. The text ends with the start of the first stop string all the time."""
 
-    def lines_for(stop_strings: list[str], num_tokens: int = 1000) -> int:
+    def lines_for(stop_strings: list[str]) -> int:
         stream, num_lines = TextStream(IncrementalDetokenizer([b"a", b"c"].__getitem__), StopStrings(stop_strings)), 0
 
         def trace(_: FrameType, event: str, __: Any) -> Any:
@@ -56,7 +49,7 @@ def test_the_work_for_a_character_does_not_grow_with_the_stop_strings() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            for number in range(num_tokens):
+            for number in range(1000):
                 stream.push((number % 300 == 299,))  # the other character leads back to the start
         finally:
             sys.settrace(before)

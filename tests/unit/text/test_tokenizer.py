@@ -13,26 +13,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 
 from core.errors import ConfigError, InvalidRequest
 from tests.support.gguf_bytes import Value
-from tests.support.tiny_model_files import write_gguf_header
+from tests.support.tiny_model_files import CONFIG, write_gguf_header
 from tests.support.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from text.chat import Chat
 from text.chat_template import MAX_MESSAGES
 from text.tokenizer import load_tokenizer
 from text.tokenizer_files import byte_level_bytes, sentencepiece_bytes
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 400,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-}
 TEXTS = ["", " ", "  two  spaces ", "plain", "naïve 日本語 😀", "tabs\tand\nlines\n\n", "<s> is special", "12345"]
 
 
 def write_directory(directory: Path, tokenizer: Tokenizer, **options: object) -> str:
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 400}))
     (directory / "tokenizer_config.json").write_text(json.dumps(options))
     tokenizer.save(str(directory / "tokenizer.json"))
     return str(directory)
@@ -81,13 +73,6 @@ def test_an_output_continues_its_prompt(tmp_path: Path, make: Callable[[], Token
             detokenizer = tokenizer.detokenizer()
             pieces = [detokenizer.push((token_id,)) for token_id in output]
             assert shown + "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
-
-
-def test_add_special_adds_the_special_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level()))
-    assert tokenizer.special_tokens == {"<s>": 257}
-    assert tokenizer.encode("a", add_special=True) == [257, *tokenizer.encode("a", add_special=False)]
-    assert tokenizer.encode("<s>", add_special=False) == [257]
 
 
 def test_truncation_set_for_training_does_not_cut_a_prompt(tmp_path: Path) -> None:

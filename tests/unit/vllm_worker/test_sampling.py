@@ -23,21 +23,18 @@ def request(delivered: int = 0, **sampling: Any) -> Request:
     return Request("a", tuple(range(5 + delivered)), 5, params)
 
 
-def test_a_greedy_request_needs_no_draw() -> None:
+def test_a_greedy_request_needs_no_draw_and_ends_with_the_tokens_of_its_own_or_of_the_model() -> None:
     arguments = sampling_arguments(request(), EOS)
     assert "extra_args" not in arguments
     assert arguments["temperature"] == 0.0
     assert (arguments["max_tokens"], arguments["stop_token_ids"], arguments["ignore_eos"]) == (10, [2], True)
+    asked = request(ignore_eos=True, stop_token_ids=frozenset({9}))
+    assert sampling_arguments(asked, EOS)["stop_token_ids"] == [9]
 
 
 def test_a_resumed_request_asks_for_the_tokens_that_are_left() -> None:
     assert sampling_arguments(request(delivered=4), EOS)["max_tokens"] == 6
     assert sampling_arguments(request(delivered=4), EOS, max_tokens=1)["max_tokens"] == 1
-
-
-def test_ignore_eos_leaves_the_stop_tokens_of_the_request() -> None:
-    asked = request(ignore_eos=True, stop_token_ids=frozenset({9}))
-    assert sampling_arguments(asked, EOS)["stop_token_ids"] == [9]
 
 
 @pytest.mark.parametrize(

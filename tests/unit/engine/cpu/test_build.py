@@ -17,7 +17,7 @@ from engine.cpu import build as build_module
 from engine.cpu import kernels as kernels_module
 from engine.cpu.attention import NativeAttention
 from engine.cpu.build import AMX, FLAGS, TARGETS, NativeUnavailable, Target, build, fitting_targets
-from engine.cpu.features import cpu_flags, has_many_l1_miss_buffers, widens_bf16
+from engine.cpu.features import cpu_flags, cpu_multiplies_bf16, has_many_l1_miss_buffers, widens_bf16
 from engine.cpu.kernels import Kernels, describe_kernels, load_kernels, usable_flags
 from engine.torch_runner import TorchRunner
 from tests.support.c_kernels import need_compiler, need_kernels
@@ -90,15 +90,14 @@ def test_a_changed_header_causes_a_new_build(tmp_path: Path, small_sources: Path
 
 
 @pytest.mark.usefixtures("small_sources")
-def test_a_library_without_the_kernels_is_refused(tmp_path: Path) -> None:
+def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match="does not load"):
-        Kernels(build(GENERIC, tmp_path))
-
-
-@pytest.mark.usefixtures("small_sources")
-def test_the_error_of_a_failing_compiler_contains_its_output(tmp_path: Path) -> None:
+        Kernels(build(GENERIC, tmp_path))  # without the kernels
     with pytest.raises(NativeUnavailable, match="no-such-flag"):
         build(GENERIC, tmp_path, ["--no-such-flag"])
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(NativeUnavailable, match="cannot use"):
+        build(GENERIC, tmp_path / "file")
 
 
 @pytest.mark.usefixtures("small_sources")
@@ -122,14 +121,6 @@ def test_without_room_for_a_compiled_kernel_torch_computes_and_one_line_says_why
     assert "The engine uses plain torch, which is slower." in caplog.messages[-1]
     assert all("\n" not in message for message in caplog.messages)
     assert list((tmp_path / "native").iterdir()) == [], "no part of a library stays behind"
-
-
-@pytest.mark.usefixtures("small_sources")
-def test_a_read_only_cache_means_kernels_are_unavailable(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    with pytest.raises(NativeUnavailable, match="cannot use"):
-        build(GENERIC, blocked)
 
 
 def test_if_the_compiler_does_not_support_the_best_target_the_next_is_built(
@@ -177,21 +168,9 @@ def test_without_a_compiler_torch_computes_the_same_tokens(
     assert "no C compiler found (looked for cc, gcc, clang)" in caplog.text
     assert load_kernels(16, tmp_path) is None
     assert describe_kernels(16) == ("plain torch", "no C compiler found (looked for cc, gcc, clang)")
-    assert isinstance(backend_of(native), NativeAttention)
-    assert isinstance(backend_of(fallback), TorchAttention)
+    assert isinstance(native._preparer.attention, NativeAttention)
+    assert isinstance(fallback._preparer.attention, TorchAttention)
     assert Engine(fallback).generate(request("a", PROMPT)) == Engine(native).generate(request("a", PROMPT))
-
-
-def test_the_config_can_choose_torch(tmp_path: Path) -> None:
-    runner = TorchRunner(
-        EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4, kernels="torch"), tmp_path
-    )
-    assert isinstance(backend_of(runner), TorchAttention)
-    assert not (tmp_path / "native").exists()
-
-
-def backend_of(runner: TorchRunner) -> object:
-    return runner._preparer.attention
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process has loaded")
@@ -206,37 +185,32 @@ def test_kernels_and_torch_share_one_set_of_threads() -> None:
 # ---- CPU features are read from /proc/cpuinfo.
 
 ZEN_5 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: fpu avx512_bf16\n\nprocessor\t: 1\n"
-ZEN_4 = ZEN_5.replace("26", "25")
 INTEL = ZEN_5.replace("AuthenticAMD", "GenuineIntel")
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp bf16\n\n"
+# The flags; whether it multiplies bfloat16, does so slower than by widening, and has many miss buffers in its L1
+FEATURES = [
+    (ZEN_5, {"fpu", "avx512_bf16"}, True, False, True),
+    (ZEN_5.replace("26", "25"), {"fpu", "avx512_bf16"}, True, False, False),
+    (INTEL, {"fpu", "avx512_bf16"}, True, True, False),
+    (INTEL.replace("avx512_bf16", "amx_bf16"), {"fpu", "amx_bf16"}, True, True, False),
+    (INTEL.replace("avx512_bf16", "avx512f"), {"fpu", "avx512f"}, False, True, False),
+    (ARM, {"fp", "bf16"}, True, False, False),
+    (ARM.replace("bf16", "asimd"), {"fp", "asimd"}, False, False, False),
+    ("nothing of the kind\n", set(), False, False, False),
+    (None, set(), False, False, False),  # no such file
+]
 
 
-@pytest.mark.parametrize(("cpuinfo", "expected"), [(ZEN_5, True), (ZEN_4, False), (INTEL, False), (ARM, False)])
-def test_only_zen_5_and_later_have_many_l1_miss_buffers(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+@pytest.mark.parametrize(("cpuinfo", "flags", "multiplies", "widens", "has_buffers"), FEATURES)
+def test_the_features_of_the_first_cpu(
+    tmp_path: Path, cpuinfo: str | None, flags: set[str], multiplies: bool, widens: bool, has_buffers: bool
+) -> None:
     path = tmp_path / "cpuinfo"
-    path.write_text(cpuinfo)
-    assert has_many_l1_miss_buffers(path) is expected
-
-
-@pytest.mark.parametrize(("cpuinfo", "expected"), [(INTEL, True), (ZEN_4, False), (ARM, False)])
-def test_only_intels_bfloat16_products_are_slower_than_widening(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text(cpuinfo)
-    assert widens_bf16(path) is expected
-
-
-def test_the_first_cpus_features_are_read_under_the_x86_and_the_arm_name(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text(ZEN_5)
-    assert cpu_flags(path) == {"fpu", "avx512_bf16"}
-    path.write_text(ARM)
-    assert cpu_flags(path) == {"fp", "bf16"}
-
-
-def test_without_the_file_there_are_no_features(tmp_path: Path) -> None:
-    missing = tmp_path / "cpuinfo"
-    assert cpu_flags(missing) == frozenset()
-    assert not has_many_l1_miss_buffers(missing)
+    if cpuinfo is not None:
+        path.write_text(cpuinfo)
+    assert cpu_flags(path) == flags
+    assert (cpu_multiplies_bf16(path), widens_bf16(path)) == (multiplies, widens)
+    assert has_many_l1_miss_buffers(path) is has_buffers
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/cpuinfo")

@@ -70,42 +70,26 @@ def test_every_kernel_agrees_with_torch(built: tuple[Target, Kernels], dtype: st
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("seed", range(3))
-def test_several_threads_give_the_same_bits_as_one(built: tuple[Target, Kernels], seed: int, dtype: str) -> None:
-    case = AttentionCase(seed, dtype, 64)
-    one, three = (attend(case, built[1], num_threads) for num_threads in (1, 3))
-    assert torch.equal(one, three)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_chunk_gets_the_same_bits_alone_and_in_a_batch(built: tuple[Target, Kernels], dtype: str) -> None:
-    case = AttentionCase(5, dtype, 64)
-    together = attend(case, built[1])
-    backend = case.native(built[1], case.pool())
-    first_row = 0
-    for chunk in case.chunks:
-        rows = range(first_row, first_row + chunk.num_tokens)
-        assert torch.equal(attend_rows(backend, case, chunk, rows), together[rows.start : rows.stop])
-        first_row += chunk.num_tokens
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_row_gets_the_same_bits_in_any_chunk(built: tuple[Target, Kernels], dtype: str, seed: int) -> None:
+def test_a_row_gets_the_same_bits_by_several_threads_alone_and_in_any_chunk(
+    built: tuple[Target, Kernels], dtype: str, seed: int
+) -> None:
     """Chunks of two tokens or more; a chunk of one token is a decode. Some chunks cross 256 or 512 positions."""
     case, draw, first_row = AttentionCase(seed, dtype, 64, longest=600), random.Random(seed), 0
+    together, backend = attend(case, built[1]), case.native(built[1], case.pool())
+    assert torch.equal(attend(case, built[1], num_threads=3), together)
     for number, chunk in enumerate(case.chunks):
         rows = range(first_row, first_row + chunk.num_tokens)
         first_row += chunk.num_tokens
-        if chunk.num_tokens < 4:
-            continue
-        backend = case.native(built[1], case.pool())
-        cut = draw.randrange(2, chunk.num_tokens - 1)
-        whole, first, second = (
-            attend_rows(backend, case, case.part_of(number, part), rows[part])
-            for part in (slice(None), slice(0, cut), slice(cut, None))
-        )
-        assert torch.equal(torch.cat([first, second]), whole)
+        whole = attend_rows(backend, case, chunk, rows)
+        assert torch.equal(whole, together[rows.start : rows.stop])
+        if chunk.num_tokens >= 4:
+            cut = draw.randrange(2, chunk.num_tokens - 1)
+            parts = [
+                attend_rows(backend, case, case.part_of(number, part), rows[part])
+                for part in (slice(0, cut), slice(cut, None))
+            ]
+            assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize(("factor", "tolerance"), [(10.0, 1e-3), (1e10, float("inf"))])

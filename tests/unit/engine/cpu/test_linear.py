@@ -11,7 +11,9 @@ from engine.backend import choose_linear_method
 from engine.cpu.build import build
 from engine.cpu.kernels import Kernels
 from engine.cpu.linear import NativeLinear, PackedLinear
+from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.linear import PlainLinear
+from engine.quantized_linear import DequantizedLinear
 from model_files.catalogue import default_cache_dir
 from tests.support.c_kernels import need_compiler, need_kernels, portable_tiles
 from tests.unit.engine.cpu.kernel_cases import TOLERANCE, linear_differences
@@ -70,19 +72,6 @@ def test_an_embedding_and_a_tied_head_share_the_same_panels(kernels: Kernels) ->
     assert untied.weight_address - head.weight_address == size, "nothing was packed between the table and the other"
 
 
-@pytest.mark.parametrize("rows", [1, 40])
-def test_the_plain_method_adds_the_bias_and_splits_gate_from_up(rows: int) -> None:
-    method = PlainLinear()
-    weight, bias = torch.randn(96, 64).mul(0.125).bfloat16(), torch.randn(96).bfloat16()
-    inputs = torch.randn(rows, 64).bfloat16()
-    expected = F.linear(inputs.float(), weight.float(), bias.float())
-    torch.testing.assert_close(method.prepare(weight, bias)(inputs).float(), expected, atol=0.04, rtol=0.0)
-    head, (gate, up) = method.prepare_head(weight)(inputs), (expected - bias.float()).chunk(2, dim=-1)
-    assert head.dtype is torch.float32
-    torch.testing.assert_close(head, expected - bias.float(), atol=0.04, rtol=0.0)
-    torch.testing.assert_close(method.prepare_gated(weight)(inputs).float(), F.silu(gate) * up, atol=0.08, rtol=0.02)
-
-
 @pytest.mark.parametrize(("dtype", "in_size"), [(torch.float32, 64), (torch.bfloat16, 63)])
 def test_matrices_that_the_kernel_does_not_support_use_torch(
     kernels: Kernels, dtype: torch.dtype, in_size: int
@@ -95,9 +84,10 @@ def test_matrices_that_the_kernel_does_not_support_use_torch(
     torch.testing.assert_close(gated, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
-def test_the_method_follows_the_kernels() -> None:
-    kernels, config = need_kernels(), EngineConfig()
-    expected = PlainLinear if kernels.bf16_linear is None else NativeLinear
-    assert type(choose_linear_method(config, kernels, 1)) is expected
-    assert type(choose_linear_method(config, Kernels(build(portable_tiles(), default_cache_dir())), 1)) is NativeLinear
-    assert type(choose_linear_method(config, None, 1)) is PlainLinear
+def test_the_method_follows_the_kernels_and_the_quantization() -> None:
+    loaded, tiles = need_kernels(), Kernels(build(portable_tiles(), default_cache_dir()))
+    plain, int8 = EngineConfig(), EngineConfig(quantization="int8")
+    found = [type(choose_linear_method(plain, kernels, 1)) for kernels in (loaded, tiles, None)]
+    assert found == [PlainLinear if loaded.bf16_linear is None else NativeLinear, NativeLinear, PlainLinear]
+    assert type(choose_linear_method(int8, loaded, 1)) is NativeQuantizedLinear
+    assert type(choose_linear_method(int8, None, 1)) is DequantizedLinear

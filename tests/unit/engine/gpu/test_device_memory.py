@@ -25,19 +25,26 @@ def memory_of() -> tuple[torch.Tensor, CudaDeviceMemory]:
         ("CUDA error: invalid argument", TransportError),
         ("CUDA error: out of memory", TransportError),
         ("CUDA error: an illegal memory access was encountered", DeviceLost),
+        ("CUDA error: unspecified launch failure", DeviceLost),
     ],
 )
 def test_an_error_of_the_device_fails_the_call_and_a_lost_device_the_agent(
     monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]
 ) -> None:
-    memory = memory_of()[1]
+    _, memory = memory_of()
+    buffer = memory.host_buffer(BLOCK_BYTES)
 
     def fail(*_: object) -> None:
         raise torch.AcceleratorError(text)
 
-    monkeypatch.setattr(device_memory, "upload", fail)
-    with pytest.raises(kind, match=text):
-        memory.digests([0], BLOCK_BYTES)
+    for owner, name, call in (
+        (device_memory, "upload", lambda: memory.digests([0], BLOCK_BYTES)),
+        (CudaDeviceMemory, "_rows", lambda: memory.copy_out(0, buffer)),
+        (CudaDeviceMemory, "_rows", lambda: memory.copy_in(0, buffer)),
+    ):
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(kind, match=text):
+            call()
 
 
 @pytest.mark.parametrize("max_sums_bytes", [device_memory._MAX_SUMS_BYTES, 128])
@@ -64,21 +71,6 @@ def test_a_block_goes_to_the_host_and_into_another_block() -> None:
     memory.copy_in(1, buffer)
     before[1] = before[4]
     assert pool.numpy().tobytes() == before.tobytes()
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"), [("out of memory", TransportError), ("unspecified launch failure", DeviceLost)]
-)
-def test_a_copy_that_fails_says_so(monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]) -> None:
-    memory = memory_of()[1]
-
-    def fail(*_: object) -> None:
-        raise torch.AcceleratorError(f"CUDA error: {text}")
-
-    monkeypatch.setattr(CudaDeviceMemory, "_rows", fail)
-    for copy in (memory.copy_out, memory.copy_in):
-        with pytest.raises(kind, match=text):
-            copy(0, memory.host_buffer(BLOCK_BYTES))
 
 
 def test_making_it_measures_copies_and_leaves_the_pool_as_it_is() -> None:

@@ -15,32 +15,21 @@ from core.step import ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
 from engine.gpu.sampling_reference import REFERENCES
 from engine.histories import Histories
-from tests.unit.engine.gpu.sampling_cases import CPU, Case, by_numpy, differing, on_device, some_case
+from tests.unit.engine.driving import chunk_of
+from tests.unit.engine.gpu.sampling_cases import CPU, Case, assert_as_numpy, by_numpy, on_device, some_case
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_thousands_of_rows_sample_numpy_s_tokens(seed: int) -> None:
-    case = some_case(seed, num_rows=64, vocab=[61, 200, 1000, 5000][seed % 4])
-    found, logits = on_device(case)
-    wanted = by_numpy(case)
-    assert differing(case, found, wanted) == []
-    same = sum(found[name].token_id == wanted[name].token_id for name in wanted)
-    assert same >= len(wanted) - 1, "rounding may move one draw across a border, not more"
-    np.testing.assert_array_equal(logits, case.logits, "the logits are as before")
-    for name, token in wanted.items():
-        ours = found[name]
-        if token.logprob is None:
-            assert ours.logprob is None
-        elif ours.token_id == token.token_id:
-            assert ours.logprob == pytest.approx(token.logprob, abs=2e-5)
-        assert [index for index, _ in ours.top_logprobs] == [index for index, _ in token.top_logprobs]
-        for (_, a), (_, b) in zip(ours.top_logprobs, token.top_logprobs, strict=True):
-            assert a == pytest.approx(b, abs=2e-5)
+    assert_as_numpy(some_case(seed, num_rows=64, vocab=[61, 200, 1000, 5000][seed % 4]))
 
 
 def greedy(name: str, **options: object) -> ScheduledChunk:
-    sampling = SamplingParams(max_tokens=9, temperature=0.0, **options)  # type: ignore[arg-type]
-    return ScheduledChunk(SequenceView(name, [1, 2], 1, [0], sampling), 1, 1, True, False)
+    return chunk_of([1, 2], 1, 1, [0], name, **options)
+
+
+def drawn_row(name: int, **options: object) -> ScheduledChunk:
+    return greedy(str(name), temperature=1.0, **options)
 
 
 def test_a_step_without_a_row_that_samples_returns_nothing() -> None:
@@ -62,10 +51,7 @@ def test_what_a_graph_found_is_taken_for_plain_greedy_rows_alone() -> None:
 
 def test_the_rows_with_top_k_come_first_and_their_lists_are_longer() -> None:
     top_ks = [0, 7, 50, 3, 49]
-    chunks = [
-        ScheduledChunk(SequenceView(str(row), [1], 1, [0], SamplingParams(1, top_k=top_k)), 0, 1, True, False)
-        for row, top_k in enumerate(top_ks)
-    ]
+    chunks = [drawn_row(row, top_k=top_k) for row, top_k in enumerate(top_ks)]
     drawn = DeviceSampler(50, 8, CPU).prepare(chunks).drawn
     assert drawn is not None
     assert drawn.rows.tolist() == [1, 3, 4, 0, 2]
@@ -104,12 +90,7 @@ def test_the_warm_up_runs_every_operator_of_sampling() -> None:
 
 def test_flat_rows_of_a_whole_vocabulary_draw_numpy_s_tokens() -> None:
     """No token stands out, so a draw needs all masses."""
-    chunks = [
-        greedy(str(seed))._replace(
-            sequence=SequenceView(str(seed), [1], 1, [0], SamplingParams(max_tokens=1, seed=seed, top_p=0.9))
-        )
-        for seed in range(8)
-    ]
+    chunks = [drawn_row(seed, seed=seed, top_p=0.9) for seed in range(8)]
     case = Case(chunks, np.zeros((8, 128_256), np.float32), {})
     found, _ = on_device(case)
     assert {name: token.token_id for name, token in found.items()} == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.errors import DeviceLost, OutOfDeviceMemory, TransportError
+from core.errors import DeviceLost, OutOfDeviceMemory, TandemError, TransportError
 from engine.gpu.errors import sort_error
 
 NO_MEMORY = [
@@ -40,17 +40,15 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=str)
-def test_too_little_memory_ends_only_the_sequence(error: Exception) -> None:
-    found = sort_error(error)
-    assert type(found) is OutOfDeviceMemory
-    assert found.retryable
+KINDS = [*((error, OutOfDeviceMemory) for error in NO_MEMORY), *((error, DeviceLost) for error in LOST)]
 
 
-@pytest.mark.parametrize("error", LOST, ids=str)
-def test_an_error_that_stays_is_a_lost_device(error: Exception) -> None:
+@pytest.mark.parametrize(("error", "kind"), KINDS, ids=str)
+def test_too_little_memory_ends_only_the_sequence_and_an_error_that_stays_the_worker(
+    error: Exception, kind: type[TandemError]
+) -> None:
     found = sort_error(error)
-    assert type(found) is DeviceLost
+    assert type(found) is kind
     assert found.retryable
     assert str(error).splitlines()[0] in str(found)
     assert "\n" not in str(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import InvalidRequest
-from core.output_grammar import GrammarRow, Masks
 from core.request import Request, SamplingParams
-from core.step import Proposal, ScheduledChunk, SequenceView, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.gpu import graphs
 from engine.gpu.device_queue import HostQueue
 from engine.gpu.runner import GpuRunner
@@ -23,7 +21,7 @@ from engine.model import ModelInputs
 from engine.runner import StepLimits, run_step
 from engine.torch_runner import TorchRunner
 from tests.support.drafts import compute_every_guess
-from tests.unit.engine.driving import Engine, Scarce, request
+from tests.unit.engine.driving import Engine, Scarce, chunk_of, request
 from tests.unit.engine.one_ahead import OneAhead
 from text.grammars import GrammarReader
 from text.output_format import choice_grammar, json_schema_grammar, regex_grammar
@@ -107,9 +105,7 @@ def test_steps_ahead_wait_for_their_masks(
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     runner, plain = gpu_runner(), TorchRunner(CONFIG, grammars=READER)
     digits = regex_grammar("[0-9]{60}")
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, grammar=digits, num_logprobs=4)
-    view = SequenceView("a", PROMPT, 60, [0, 1, 2, 3], sampling)
-    step = StepPlan(0, (ScheduledChunk(view, 0, 60, samples=True, promised=False),))
+    step = StepPlan(0, (chunk_of(PROMPT, 0, 60, [0, 1, 2, 3], grammar=digits, num_logprobs=4),))
     (found,), (wanted,) = (run_step(each, step).sampled["a"] for each in (runner, plain))
     assert found.token_id == wanted.token_id
     assert found.token_id not in [token_id for token_id, _ in found.top_logprobs], "else the mask would not show"
@@ -117,27 +113,11 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
 
 
-class OneFails:
-    """Allows every token, but the grammar of "b" has become too complex."""
-
-    def begin(self, rows: Sequence[GrammarRow]) -> Callable[[], Masks]:
-        names = {row.sequence.sequence_id for row in rows}
-        allowed = dict.fromkeys(names - {"b"}, (b"\xff" * 40,))
-        return lambda: Masks(allowed, {name: InvalidRequest("output_format", "too complex") for name in names & {"b"}})
-
-    def propose(self, rows: Sequence[GrammarRow], guess: Callable[[GrammarRow], Proposal]) -> list[Proposal]:
-        raise AssertionError((rows, guess))
-
-
 def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
-    runner = gpu_runner(grammars=OneFails())
-    chunks = [
-        ScheduledChunk(
-            SequenceView(name, PROMPT[:5], 5, [block], SamplingParams(max_tokens=2, grammar=grammar)), 0, 5, True, False
-        )
-        for block, (name, grammar) in enumerate([("a", "any"), ("b", "any"), ("c", "")])
-    ]
-    output = run_step(runner, StepPlan(0, tuple(chunks)))
+    sampling = SamplingParams(max_tokens=9, grammar=choice_grammar(["a"]))
+    view = SequenceView("b", [*PROMPT[:5], ord("b")], 5, [1], sampling)  # its output does not follow the grammar
+    first, last = chunk_of(PROMPT[:5], 0, 5, [0], "a", grammar=WORDS), chunk_of(PROMPT[:5], 0, 5, [2], "c")
+    output = run_step(gpu_runner(), StepPlan(0, (first, ScheduledChunk(view, 0, 6, True, False), last)))
     assert output.sampled.keys() == {"a", "c"}
     assert output.failed.keys() == {"b"}
     assert isinstance(output.failed["b"], InvalidRequest)
@@ -198,13 +178,11 @@ def test_drafts_beside_a_prompt_sample_more_rows_than_a_graph_of_few_sequences()
     """A graph has logits for max_running rows; a step may have drafts beyond it."""
     found = []
     for runner in (TorchRunner(CONFIG), GpuRunner(CONFIG, limits=StepLimits(max_running=4, max_batched_tokens=64))):
-        tokens, sampling = [*PROMPT[:20]], SamplingParams(max_tokens=30, temperature=0.0)
-        first = SequenceView("first", tokens, 20, [0, 1, 2], sampling)
-        second = SequenceView("second", PROMPT[20:50], 30, [3, 4], sampling)
-        done = run_step(runner, StepPlan(0, (ScheduledChunk(first, 0, 20, True, False),)))
-        tokens.append(done.sampled["first"][0].token_id)
-        drafted = ScheduledChunk(first, 20, 1, True, False, (1, 2, 3))
-        found.append(run_step(runner, StepPlan(1, (drafted, ScheduledChunk(second, 0, 30, True, False)))).sampled)
+        tokens = [*PROMPT[:20]]
+        first, second = chunk_of(tokens, 0, 20, [0, 1, 2], "first"), chunk_of(PROMPT[20:50], 0, 30, [3, 4], "second")
+        tokens.append(run_step(runner, StepPlan(0, (first,))).sampled["first"][0].token_id)
+        drafted = first._replace(start=20, num_tokens=1, drafts=(1, 2, 3))
+        found.append(run_step(runner, StepPlan(1, (drafted, second))).sampled)
         runner.close()
     assert found[0].keys() == {"first", "second"}
     assert found[0] == found[1]

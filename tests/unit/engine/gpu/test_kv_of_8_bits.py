@@ -11,15 +11,13 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv_layout import FLOAT8
-from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView
 from engine.factory import build_runner
 from engine.fp8 import CODES
 from engine.gpu.reference import quantized
 from engine.gpu.runner import GpuRunner
 from engine.gpu.step_attention import EXPANDED_BYTES, ExpandedPrompts
 from engine.runner import StepLimits
-from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.driving import Engine, chunk_of, request
 
 PROMPT = [(7 * index + 3) % 250 for index in range(90)]
 EXACT = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
@@ -33,11 +31,6 @@ def runner() -> Iterator[GpuRunner]:
     built = GpuRunner(CONFIG, limits=LIMITS)
     yield built
     built.close()
-
-
-def chunk(name: str, start: int, count: int, blocks: list[int]) -> ScheduledChunk:
-    view = SequenceView(name, PROMPT, len(PROMPT), blocks, SamplingParams(max_tokens=9, temperature=0.0))
-    return ScheduledChunk(view, start, count, samples=True, promised=False)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4000])
@@ -65,9 +58,9 @@ def test_logits_stay_near_those_of_an_exact_pool(runner: GpuRunner) -> None:
     """Within a tenth of their spread, after a prompt, behind a cached prefix, and in decoding."""
     exact = GpuRunner(EXACT, limits=LIMITS)
     plans = [
-        [chunk("a", 0, 60, [0, 1, 2, 3])],
-        [chunk("a", 60, 20, [0, 1, 2, 3, 4]), chunk("b", 0, 9, [5])],
-        [chunk("a", 80, 1, [0, 1, 2, 3, 4, 6]), chunk("b", 9, 1, [5])],
+        [chunk_of(PROMPT, 0, 60, [0, 1, 2, 3])],
+        [chunk_of(PROMPT, 60, 20, [0, 1, 2, 3, 4]), chunk_of(PROMPT, 0, 9, [5], "b")],
+        [chunk_of(PROMPT, 80, 1, [0, 1, 2, 3, 4, 6]), chunk_of(PROMPT, 9, 1, [5], "b")],
     ]
     for chunks in plans:
         found, expected = runner.logits(chunks), exact.logits(chunks)
@@ -81,9 +74,6 @@ def test_the_layout_tells_the_pools_apart_and_counts_the_scales(runner: GpuRunne
     assert runner.layout.block_bytes == exact.block_bytes // 4 + exact.block_bytes // exact.head_dim
     assert runner.sizes is not None
     assert runner.sizes.kv_bytes == runner.layout.token_bytes
-    memory = runner.pool_memory()
-    assert memory is not None
-    assert len(memory) == runner.num_blocks * runner.layout.block_bytes
 
 
 @pytest.mark.parametrize("with_graphs", [True, False])

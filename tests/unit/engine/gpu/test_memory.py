@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
-from engine.gpu.memory import (
-    MAX_AUTO_BLOCKS,
-    MB,
-    FakeAllocator,
-    MemoryUse,
-    measure,
-    plan_pool,
-    refuse_large_weights,
-)
+from engine.gpu.memory import MAX_AUTO_BLOCKS, MB, FakeAllocator, MemoryUse, measure, plan_pool, refuse_large_weights
 
 # 32 layers x 2 x 8 heads x 16 tokens x 128 x 2 bytes = 2 MB in a block
 LAYOUT = KVLayout("model", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)
 SMALL = KVLayout("model", "bfloat16", num_layers=1, num_kv_heads=1, block_size=16, head_dim=16)
 
 
-def use_of(total_mb: int = 1000, free_mb: int = 800, step_mb: int = 100, graphs_mb: int = 50) -> MemoryUse:
-    own = (total_mb - free_mb) * MB
-    return MemoryUse(total_mb * MB, free_mb * MB, own, step_mb * MB, graphs_mb * MB)
+USE = MemoryUse(total=1000 * MB, free=800 * MB, own=200 * MB, step_peak=100 * MB, graphs=50 * MB)
+PLANS = [
+    ({}, (800 - 100 - 50 - 50) // 2),
+    ({"num_padding_blocks": 1}, 300 - 1),
+    ({"kv_memory_mb": 64}, 32),
+    ({"share": 0.5}, (500 - 200 - 100 - 50 - 50) // 2),  # less what the worker has taken already
+    ({"layout": SMALL}, MAX_AUTO_BLOCKS),
+    ({"layout": SMALL, "kv_memory_mb": 500}, 500 * MB // SMALL.block_bytes),
+]
 
 
-def test_an_automatic_pool_takes_all_that_is_left() -> None:
+@pytest.mark.parametrize(("options", "num_blocks"), PLANS)
+def test_an_automatic_pool_takes_all_that_is_left_and_another_its_size(
+    options: dict[str, Any], num_blocks: int
+) -> None:
     assert LAYOUT.block_bytes == 2 * MB
-    assert plan_pool(use_of(), LAYOUT, kv_memory_mb=0, margin_mb=50) == (800 - 100 - 50 - 50) // 2
-
-
-def test_the_padding_blocks_of_the_runner_come_out_of_the_same_memory() -> None:
-    assert plan_pool(use_of(), LAYOUT, 0, 50, num_padding_blocks=1) == 300 - 1
-
-
-def test_a_pool_of_a_given_size_has_that_size() -> None:
-    assert plan_pool(use_of(), LAYOUT, kv_memory_mb=64, margin_mb=50) == 32
-
-
-def test_a_share_of_the_device_counts_what_the_worker_has_taken_already() -> None:
-    assert plan_pool(use_of(), LAYOUT, 0, 50, share=0.5) == (500 - 200 - 100 - 50 - 50) // 2
+    settings: dict[str, Any] = {"layout": LAYOUT, "kv_memory_mb": 0, "margin_mb": 50} | options
+    assert plan_pool(USE, **settings) == num_blocks
 
 
 def test_two_workers_that_share_a_device_fit_beside_each_other() -> None:
     """The first has its pool already; the second finds less free memory, but its share is the same."""
-    first = plan_pool(use_of(), LAYOUT, 0, 50, share=0.5)
+    first = plan_pool(USE, LAYOUT, 0, 50, share=0.5)
     left_mb = 800 - 2 * first - 100
     second = MemoryUse(1000 * MB, (left_mb - 200) * MB, 200 * MB, 100 * MB, 50 * MB)
     assert plan_pool(second, LAYOUT, 0, 50, share=0.5) == first
-
-
-def test_an_automatic_pool_of_tiny_blocks_is_bounded() -> None:
-    assert plan_pool(use_of(), SMALL, 0, 50) == MAX_AUTO_BLOCKS
-    assert plan_pool(use_of(), SMALL, 500, 50) == 500 * MB // SMALL.block_bytes
 
 
 REFUSED = [
@@ -70,7 +57,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_an_error_names_the_option_and_the_memory(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_pool(use_of(), LAYOUT, **options)  # type: ignore[arg-type]
+        plan_pool(USE, LAYOUT, **options)  # type: ignore[arg-type]
 
 
 @given(

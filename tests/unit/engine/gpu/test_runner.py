@@ -13,7 +13,6 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import ConfigError, DeviceLost, OutOfDeviceMemory
-from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.gpu import graphs
 from engine.gpu.device_queue import HostQueue
@@ -28,7 +27,7 @@ from engine.loading import ModelSetup
 from engine.model import Model
 from engine.runner import StepLimits, run_step
 from engine.torch_runner import TorchRunner
-from tests.unit.engine.driving import Engine, Scarce, request
+from tests.unit.engine.driving import Engine, Scarce, chunk_of, request
 from tests.unit.engine.one_ahead import OneAhead
 
 PROMPT = [(7 * index + 3) % 250 for index in range(90)]
@@ -99,33 +98,30 @@ def test_each_step_takes_the_smallest_graph_that_holds_it(monkeypatch: pytest.Mo
     )
 
 
-def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> None:
-    poison(runner)
-    run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
-    written = runner._pool.tensor.isfinite().all(dim=-1).any(dim=3).any(dim=3).any(dim=1).any(dim=1)
-    assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
-
-
-def test_a_warm_up_writes_only_the_padding_block(runner: GpuRunner) -> None:
+def test_padding_and_a_warm_up_write_only_the_padding_block(runner: GpuRunner) -> None:
     poison(runner)
     assert runner._computer is not None
     with torch.inference_mode():
         runner._computer.warm_up()
     assert runner._pool.tensor[:-1].isnan().all()
     assert not runner._pool.tensor[-1].isnan().all()
+    poison(runner)
+    run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
+    written = runner._pool.tensor.isfinite().all(dim=-1).any(dim=3).any(dim=3).any(dim=1).any(dim=1)
+    assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
 
 
 def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> None:
     ahead = gpu_runner(prompt_graphs=False, queue=HostQueue(torch.device("cpu"), launches_ahead=True))
-    view = SequenceView("a", [*PROMPT[:20]], 20, [0, 1], SamplingParams(max_tokens=9, temperature=0.0))
-    ahead.submit(StepPlan(0, (ScheduledChunk(view, 0, 20, samples=True, promised=False),)))
+    first = chunk_of(PROMPT[:20], 0, 20, [0, 1])
+    ahead.submit(StepPlan(0, (first,)))
     prompt = ahead._submitted[-1]
-    ahead.submit(StepPlan(1, (ScheduledChunk(view, 20, 1, samples=True, promised=True),)))
+    ahead.submit(StepPlan(1, (first._replace(start=20, num_tokens=1, promised=True),)))
     decode = ahead._submitted[-1]
     assert (prompt.launched, decode.launched) == (False, False), "a prompt is launched by the thread that collects"
     ahead.collect()
     assert decode.launched
-    ahead.submit(StepPlan(2, (ScheduledChunk(view, 21, 1, samples=True, promised=True),)))
+    ahead.submit(StepPlan(2, (first._replace(start=21, num_tokens=1, promised=True),)))
     assert ahead._submitted[-1].launched
 
 
@@ -154,9 +150,8 @@ def test_bfloat16_stays_near_float32(runner: GpuRunner) -> None:
 # ---- out of memory
 
 
-def chunk(name: str, start: int, count: int, blocks: list[int], token_ids: list[int] = PROMPT) -> ScheduledChunk:
-    view = SequenceView(name, token_ids, len(token_ids), blocks, SamplingParams(max_tokens=9, temperature=0.0))
-    return ScheduledChunk(view, start, count, samples=True, promised=False)
+def chunk(name: str, start: int, count: int, blocks: list[int]) -> ScheduledChunk:
+    return chunk_of(PROMPT, start, count, blocks, name)
 
 
 def test_a_step_without_memory_is_computed_in_parts_with_the_same_tokens(
@@ -231,12 +226,15 @@ def test_random_plans_one_step_ahead_give_the_same_tokens_by_graphs(
         assert driver.num_promised > 5
 
 
-def test_a_lost_device_ends_the_step_with_its_own_error(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(*_: object) -> torch.Tensor:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+@pytest.mark.parametrize(("owner", "name"), [(StepComputer, "stage"), (Model, "compute")])
+def test_a_device_that_is_lost_in_a_submission_or_a_step_ends_it_with_its_own_error(
+    runner: GpuRunner, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    def lose(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(Model, "compute", lose)
-    with pytest.raises(DeviceLost, match="illegal memory access"):
+    monkeypatch.setattr(owner, name, lose)
+    with pytest.raises(DeviceLost, match="unspecified launch failure"):
         run_step(runner, StepPlan(0, (chunk("a", 0, 5, [0]),)))
 
 
@@ -254,17 +252,6 @@ def test_inputs_that_find_no_memory_are_staged_again_in_parts(
     monkeypatch.setattr(StepComputer, "stage", scarce)
     assert Engine(runner, budget=30).generate(*REQUESTS) == expected
     assert len(refused) == 3
-
-
-def test_a_device_that_is_lost_when_a_step_is_submitted_ends_the_worker(
-    runner: GpuRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose(*_: object) -> None:
-        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-    monkeypatch.setattr(StepComputer, "stage", lose)
-    with pytest.raises(DeviceLost, match="unspecified launch failure"):
-        runner.submit(StepPlan(0, (chunk("a", 0, 5, [0]),)))
 
 
 # ---- the size of the pool

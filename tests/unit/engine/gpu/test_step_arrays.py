@@ -143,16 +143,11 @@ META = torch.device("meta")
 BLOCK_SIZE, NUM_BLOCKS = 16, 32
 
 
-def meta_chunk(name: str, start: int, count: int, samples: bool = True, promised: bool = False) -> ScheduledChunk:
-    view = SequenceView(name, [1] * (start + count), start + count, list(range(16)), SamplingParams(max_tokens=1))
-    return ScheduledChunk(view, start, count, samples, promised)
-
-
 STEPS = {
-    "prefill": [meta_chunk("a", 0, 40), meta_chunk("b", 0, 7)],
-    "chunked prefill": [meta_chunk("a", 24, 70, samples=False)],
-    "decode": [meta_chunk("a", 40, 1), meta_chunk("b", 7, 1, promised=True)],
-    "mixed": [meta_chunk("a", 40, 1, promised=True), meta_chunk("b", 16, 20), meta_chunk("c", 3, 1, samples=False)],
+    "prefill": [chunk("a", 0, 40), chunk("b", 0, 7)],
+    "chunked prefill": [chunk("a", 24, 70, samples=False)],
+    "decode": [chunk("a", 40, 1), chunk("b", 7, 1, promised=True)],
+    "mixed": [chunk("a", 40, 1, promised=True), chunk("b", 16, 20), chunk("c", 3, 1, samples=False)],
 }
 
 
