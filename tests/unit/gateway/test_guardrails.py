@@ -94,11 +94,6 @@ async def test_a_guardrail_that_fails_on_an_output_ends_it(answer: Any, caplog: 
     assert "the guardrail" in caplog.text
 
 
-async def test_a_refusal_of_the_guardrail_reaches_the_client_as_it_is() -> None:
-    with pytest.raises(Refused, match="no such words"):
-        await GuardedOutput(Scripted(pushed=Refused("no such words")), []).push("text")
-
-
 async def test_a_guardrail_that_never_answers_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(Scripted):
         async def push(self, _: str) -> str:

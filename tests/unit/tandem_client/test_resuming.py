@@ -177,12 +177,15 @@ async def test_an_answer_goes_on_behind_the_tokens_that_the_caller_has() -> None
     assert (second.text, second.sampling.temperature) == ("hello", 1.0)
 
 
-async def test_the_next_of_several_addresses_gets_the_answer() -> None:
-    first, second = DyingRouter([], num_before=[3, 3]), DyingRouter([])
+@pytest.mark.parametrize(("failure", "num_requests"), [(LOST, (1, 1)), (WorkerUnavailable("drains"), (2, 0))])
+async def test_the_next_of_several_addresses_gets_the_answer_of_a_lost_router_and_of_no_other(
+    failure: Failure, num_requests: tuple[int, int]
+) -> None:
+    first, second = DyingRouter([], num_before=[3], failure=failure), DyingRouter([])
     async with scripted_router([], first), scripted_router([], second):
         async with AsyncClient([first.address, second.address]) as client:
             assert list((await client.complete("hello")).token_ids) == OUTPUT
-        assert (len(first.requests), len(second.requests)) == (1, 1)
+        assert (len(first.requests), len(second.requests)) == num_requests
 
 
 async def test_attempts_without_a_new_token_are_bounded() -> None:
