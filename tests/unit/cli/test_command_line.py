@@ -144,22 +144,6 @@ def test_a_call_without_the_token_is_an_error_that_names_the_option(
     assert (code, shown) == (1, "error: no token; give the config file with the token in [security] by --config\n")
 
 
-@pytest.mark.parametrize("option", ["--json", "--junit"])
-def test_a_check_whose_findings_cannot_be_written_does_not_begin(option: str, tandem: Tandem) -> None:
-    ended = tandem("check", "http://127.0.0.1:1", option, "/nowhere/found")
-    assert ended == (1, "", f"error: {option}: the directory of /nowhere/found does not exist\n")
-
-
-def test_an_option_without_a_value_is_not_taken_for_a_file(tandem: Tandem) -> None:
-    ended = tandem("apply", "router.max_queued")
-    assert (ended.code, "'router.max_queued' is neither a file nor TABLE.OPTION=VALUE" in ended.err) == (2, True)
-
-
-@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
-def test_a_time_limit_out_of_range_is_refused(seconds: str, tandem: Tandem) -> None:
-    assert tandem("generate", "x", "--timeout", seconds).code == 2
-
-
 def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
     command = [sys.executable, "-c", "from cli.entry import run; run()", "pull", "--help"]
     with open("/dev/full", "w") as full:
@@ -227,9 +211,3 @@ def test_ctrl_c_during_the_imports_exits_without_a_traceback(monkeypatch: pytest
     with pytest.raises(SystemExit) as ended:
         entry.run()
     assert ended.value.code == 130
-
-
-def test_a_file_where_an_axis_belongs_gets_the_flag_it_needs() -> None:
-    result = CliRunner().invoke(app, ["simulate", "a.jsonl"], env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert "'a.jsonl' is an axis, which needs --sweep; a file of requests is --workload FILE" in result.output

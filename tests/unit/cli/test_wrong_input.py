@@ -33,6 +33,11 @@ NAMED = [
     ("status --router a:65536", "router: must be host:port, with a port in [1, 65535], is 'a:65536'"),
     ("role decode-0 nonsense", "'role': must be prefill or decode, is 'nonsense'"),
     ("events --limit 1001", "'--limit': must be int in [1, 1000], is '1001'"),
+    ("apply router.max_queued", "'router.max_queued' is neither a file nor TABLE.OPTION=VALUE"),
+    *(
+        (f"generate x --timeout {s}", "'--timeout': must be float in [0.001, 1000000.0]")
+        for s in ("inf", "nan", "0", "1e7")
+    ),
     ("serve --prefill two", "--prefill: [cluster] num_prefill must be int, in [0, 2147483647], is 'two'"),
     ("serve --prefill 99999999999", "--prefill: [cluster] num_prefill must be in [0, 2147483647], is 99999999999"),
     ("serve --prefill 257", "--prefill: [cluster] num_prefill must be in [0, 256], is 257"),
@@ -98,7 +103,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(line: str, tan
     folder.mkdir()
     for file, reason in ((tmp_path / "nowhere" / "a.png", "does not exist"), (folder, "is a directory")):
         ended = tandem(*(str(file) if word == "FILE" else word for word in line.split()))
-        assert ended.code == 1
+        assert (ended.code, ended.out) == (1, "")
+        assert ended.err.startswith("error: ")
         assert reason in ended.err
 
 

@@ -48,6 +48,13 @@ class Upload:
         return caught.value.status, caught.value.code
 
 
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> BodyReader:
+    """All its bodies have room for 100 bytes."""
+    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
+    return BodyReader(1000)
+
+
 @pytest.mark.parametrize(("length", "parts"), [("11", []), ("9" * 5000, []), ("", [b"123456", b"789012"])])
 async def test_a_body_over_the_limit_is_refused_by_its_length_or_its_parts(length: str, parts: list[bytes]) -> None:
     upload = Upload(BodyReader(10), length)
@@ -91,9 +98,7 @@ async def test_a_body_that_is_too_slow_is_refused(monkeypatch: pytest.MonkeyPatc
     assert await Upload(BodyReader(10)).refusal() == (408, "timeout")
 
 
-async def test_the_largest_body_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
-    reader = BodyReader(1000)
+async def test_the_largest_body_makes_room_for_the_others(reader: BodyReader) -> None:
     small, large, other = Upload(reader), Upload(reader), Upload(reader)
     await small.sends(b"x" * 30)
     await large.sends(b"x" * 60)
@@ -102,14 +107,9 @@ async def test_the_largest_body_makes_room_for_the_others(monkeypatch: pytest.Mo
     await small.sends(b"")
     await other.sends(b"x" * 30, b"")
     assert (len(await small.reading), len(await other.reading)) == (30, 50)
-    alone = Upload(reader)
-    await alone.sends(b"x" * 100, b"")
-    assert len(await alone.reading) == 100, "ended bodies give back their room"
 
 
-async def test_bodies_that_grow_while_one_is_given_up_are_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
-    reader = BodyReader(1000)
+async def test_bodies_that_grow_while_one_is_given_up_are_read_on(reader: BodyReader) -> None:
     large, *others = (Upload(reader) for _ in range(6))
     await large.sends(b"x" * 90)
     for other in others:
@@ -122,11 +122,7 @@ async def test_bodies_that_grow_while_one_is_given_up_are_read_on(monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ["host", "key"])
-async def test_many_small_bodies_of_one_client_do_not_cost_the_body_of_another(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(body, "MAX_READING_BYTES", 100)
-    reader = BodyReader(1000)
+async def test_many_small_bodies_of_one_client_do_not_cost_the_body_of_another(reader: BodyReader, kind: str) -> None:
     honest = Upload(reader, **{kind: "honest"})
     hostile = [Upload(reader, **{kind: "hostile"}) for _ in range(15)]
     await honest.sends(b"x" * 30)
@@ -182,7 +178,7 @@ def test_waiting_bodies_never_exceed_their_room_and_give_it_back(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as every_body:
         patch.setattr(body, "MAX_WAITING_BYTES", 100)
-        waiting, held = WaitingBodies(), list[tuple[contextlib.ExitStack, int]]()
+        waiting, held = WaitingBodies(), list[tuple[contextlib.ExitStack, str, str, int]]()
         for (host, key), size, ends_one in steps:
             if ends_one and held:
                 held.pop(size % len(held))[0].close()
@@ -190,30 +186,13 @@ def test_waiting_bodies_never_exceed_their_room_and_give_it_back(
             with contextlib.suppress(QueueFull):
                 scope = {"client": (host, 1), "headers": [(b"authorization", b"Bearer " + key.encode())]}
                 stack.enter_context(waiting.hold(scope, size))
-                held.append((stack, size))
+                held.append((stack, host, key, size))
             waiting.check()
-            assert waiting._ledger.total == sum(num_bytes for _, num_bytes in held)
+            assert waiting._ledger.total == sum(num_bytes for *_, num_bytes in held)
+            assert waiting._ledger.of_host((host, "")) == sum(each[3] for each in held if each[1] == host)
+            assert len(waiting._ledger._by_owner) == len({each[1:3] for each in held if each[3]})
         every_body.close()
         assert waiting._ledger.total == 0
-
-
-def test_bodies_that_wait_for_a_thread_are_bounded_and_leave_room_for_other_clients() -> None:
-    waiting = WaitingBodies()
-    limit, size = body.MAX_WAITING_BYTES, 2**20
-
-    def fill(host: str, key: bytes) -> int:
-        """How many bodies this client can hold now."""
-        for number in range(limit // size):
-            try:
-                scope = {"client": (host, 1), "headers": [(b"authorization", b"Bearer " + key)]}
-                stack.enter_context(waiting.hold(scope, size))
-            except QueueFull:
-                return number
-        raise AssertionError("no bound")
-
-    with contextlib.ExitStack() as stack:
-        assert [fill("proxy", key) * size for key in (b"hostile", b"honest")] == [limit // 4, limit // 8]
-        assert fill("there", b"") * size >= limit // 4
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER    {}", "Bearer {}  "])

@@ -185,6 +185,11 @@ async def test_an_error_of_cancelled_work_leaves_the_task_as_it_was() -> None:
 # ---- The middleware ends every refusal, also one whose client still sends its body while the server stops.
 
 
+def middleware(app: Any, metrics: GatewayMetrics | None = None, authorize: Any = AsyncMock()) -> HttpMiddleware:  # noqa: B008
+    telemetry = Telemetry(TelemetryConfig(), SERVICE, "gateway")
+    return HttpMiddleware(app, GatewayConfig(), authorize, metrics or GatewayMetrics(), telemetry)
+
+
 async def test_a_refusal_that_still_receives_a_body_ends_whole_when_the_server_stops() -> None:
     sent, lingers = list[dict[str, Any]](), asyncio.Event()
 
@@ -201,10 +206,8 @@ async def test_a_refusal_that_still_receives_a_body_ends_whole_when_the_server_s
     async def app(*_: object) -> None:
         raise AssertionError("a refused request reaches no route")
 
-    telemetry = Telemetry(TelemetryConfig(), SERVICE, "gateway")
-    middleware = HttpMiddleware(app, GatewayConfig(), authorize, GatewayMetrics(), telemetry)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"100")]}
-    request = asyncio.create_task(middleware(scope, receive, send))
+    request = asyncio.create_task(middleware(app, authorize=authorize)(scope, receive, send))
     await lingers.wait()
     assert [message.get("more_body") for message in sent] == [None, True]
     request.cancel()
@@ -222,7 +225,6 @@ async def test_an_answer_counts_as_a_stream_until_its_end(kind: bytes, num_open:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         found.append(metrics.num_open_streams)
 
-    telemetry = Telemetry(TelemetryConfig(), SERVICE, "gateway")
-    middleware = HttpMiddleware(app, GatewayConfig(), AsyncMock(), metrics, telemetry)
-    await middleware({"type": "http", "method": "GET", "path": "/v1/models", "headers": []}, AsyncMock(), AsyncMock())
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+    await middleware(app, metrics)(scope, AsyncMock(), AsyncMock())
     assert (found, metrics.num_open_streams) == ([num_open], 0)
