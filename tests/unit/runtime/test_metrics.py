@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import pytest
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
+from opentelemetry.semconv.attributes import http_attributes, url_attributes
 from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,7 @@ from core.config import TelemetryConfig
 from runtime.prometheus.metric_series import Buckets, Series
 from runtime.prometheus.metrics import ALIASES, GATEWAY_METRICS, METRICS, ROUTER_METRICS, TYPES, Metric
 from runtime.prometheus.metrics_page import Metrics, Reading, SharedPage
+from runtime.tracing.span_names import Attribute
 from tests.support.waiting import until
 
 
@@ -26,6 +28,11 @@ def constants(module: object) -> set[object]:
 
 
 ATTRIBUTES = constants(gen_ai_attributes) | constants(error_attributes)
+# https://github.com/Arize-ai/openinference/blob/main/spec/semantic_conventions.md
+OPENINFERENCE = {
+    "openinference.span.kind", "llm.model_name", "llm.token_count.prompt", "llm.token_count.completion",
+    "llm.token_count.total", "llm.token_count.prompt_details.cache_read",
+}  # fmt: skip
 
 
 def in_prometheus(name: object) -> str:
@@ -38,6 +45,13 @@ def test_every_metric_starts_with_tandem_or_is_a_semantic_convention(metric: Met
     assert metric.value.startswith("tandem_") or metric.value.removesuffix("_seconds") in names
     labels = {label for label in METRICS[metric].labels if label.startswith(("gen_ai_", "error_"))}
     assert labels <= {in_prometheus(name) for name in ATTRIBUTES}
+
+
+def test_every_attribute_starts_with_tandem_or_is_a_semantic_convention_and_no_two_have_one_name() -> None:
+    names = [value for key, value in vars(Attribute).items() if key.isupper()]
+    assert len(set(names)) == len(names)
+    known = ATTRIBUTES | OPENINFERENCE | constants(http_attributes) | constants(url_attributes)
+    assert {name for name in names if not name.startswith("tandem.")} <= known
 
 
 def page(metrics: Metrics) -> dict[str, Family]:

@@ -13,11 +13,9 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
-from opentelemetry.semconv.attributes import http_attributes, url_attributes
 
 from core.config import TelemetryConfig
-from runtime.tracing.span_names import Attribute, SpanName
+from runtime.tracing.span_names import SpanName
 from runtime.tracing.telemetry import SpanRecord, Telemetry
 from runtime.tracing.trace_context import start_trace
 from runtime.tracing.trace_file import JsonLinesExporter
@@ -145,28 +143,3 @@ def test_the_ratio_decides_by_the_trace_id() -> None:
     assert not any(start_trace({}, 0.0).sampled for _ in range(100))
     for trace in traces:
         assert trace.sampled == (trace.trace_id % 2**64 < 2**62)
-
-
-# ---- Every span and attribute has a meaning, and names of others are used as their owners define them.
-
-NAMES = [value for key, value in vars(Attribute).items() if key.isupper()]
-CONVENTIONS = {
-    value
-    for module in (error_attributes, gen_ai_attributes, http_attributes, url_attributes)
-    for key, value in vars(module).items()
-    if key.isupper()
-}
-# https://github.com/Arize-ai/openinference/blob/main/spec/semantic_conventions.md
-OPENINFERENCE = {
-    "openinference.span.kind", "llm.model_name", "llm.token_count.prompt", "llm.token_count.completion",
-    "llm.token_count.total", "llm.token_count.prompt_details.cache_read",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_attribute_starts_with_tandem_or_is_a_semantic_convention(name: str) -> None:
-    assert name.startswith("tandem.") or name in CONVENTIONS | OPENINFERENCE
-
-
-def test_no_two_attributes_have_one_name() -> None:
-    assert len(set(NAMES)) == len(NAMES)
