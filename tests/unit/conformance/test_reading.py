@@ -105,14 +105,10 @@ async def test_what_has_no_end_is_left(begin: bytes, endless: bytes) -> None:
     assert len(reply.body) <= 100_000 + (1 << 16)
 
 
-async def test_a_silent_server_is_left() -> None:
+async def test_a_silent_server_nobody_there_and_enough_seen_are_ends_too() -> None:
     async with server(HEAD, b"content-length: 5\r\n\r\nab", closes=False) as endpoint:
         reply = await exchange(endpoint, Call("/"), 0.05)
-    assert (reply.end, bytes(reply.body)) == (End.LATE, b"ab")
-
-
-async def test_nobody_there_and_enough_seen_are_ends_too() -> None:
-    async with server(HEAD, b"content-length: 5\r\n\r\nab", closes=False) as endpoint:
+        assert (reply.end, bytes(reply.body)) == (End.LATE, b"ab")
         reply = await exchange(endpoint, Call("/"), 10.0, lambda reply: len(reply.body) == 2)
         assert reply.end is End.LEFT
     assert (await exchange(endpoint, Call("/"), 10.0)).end is End.UNREACHABLE

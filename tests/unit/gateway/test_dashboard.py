@@ -136,7 +136,9 @@ async def test_the_fleet_is_told_worker_by_worker(client: httpx.AsyncClient, fle
 
 
 @pytest.mark.usefixtures("always_fresh")
-async def test_requests_come_once_and_in_order(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+async def test_requests_come_once_and_in_order_and_a_new_router_starts_its_count_again(
+    client: httpx.AsyncClient, fleet: FakeFleet
+) -> None:
     first = (await client.get("/dashboard/api/requests")).json()
     assert [request["number"] for request in first["requests"]] == [1, 2, 3, 4, 5]
     assert first["requests"][0]["phases"]["prefill_ms"] > 0
@@ -145,13 +147,8 @@ async def test_requests_come_once_and_in_order(client: httpx.AsyncClient, fleet:
     after = {"router": first["router"], "after": 5}
     second = (await client.get("/dashboard/api/requests", params=after)).json()
     assert [(request["number"], request["end"]) for request in second["requests"]] == [(6, "unavailable")]
-
-
-@pytest.mark.usefixtures("always_fresh")
-async def test_a_new_router_starts_its_count_again(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
-    old = (await client.get("/dashboard/api/requests")).json()["router"]
     fleet.router_id, fleet.requests = "router-0-bb", [make_summary(1, NOW_MS)]
-    found = (await client.get("/dashboard/api/requests", params={"router": old, "after": 5})).json()
+    found = (await client.get("/dashboard/api/requests", params=after)).json()
     assert found["router"] == "router-0-bb"
     assert [request["number"] for request in found["requests"]] == [1]
 

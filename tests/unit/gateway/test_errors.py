@@ -34,7 +34,8 @@ def error_with(code: ErrorCode) -> TandemError:
 @pytest.mark.parametrize("code", ErrorCode)
 def test_a_code_has_a_status_of_http(code: ErrorCode) -> None:
     if code is ErrorCode.INTERNAL:
-        assert api_error(error_with(code)).status == 500
+        error = api_error(error_with(code))
+        assert (error.status, error.headers) == (500, {"x-should-retry": "false"})
     elif code is ErrorCode.RESOURCE_EXHAUSTED:  # a refusal without a hint: see below
         assert api_error(QueueFull("full")).status == 429
     else:

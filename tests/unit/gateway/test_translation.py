@@ -125,7 +125,8 @@ def test_a_wrong_field_of_a_tool_is_named_with_its_path() -> None:
     for more, param in (({"mood": 1}, "mood"), ({"function": {"name": "add", "mood": 1}}, "function.mood")):
         tool = TOOL | more
         assert param_of(lambda: wire_tools(chat(tools=[tool]).tools, "auto")) == f"tools[0].{param}"  # noqa: B023
-    for of_a_response, param in (({"name": 5}, "name"), ({}, "name"), ({"name": "a", "parameters": []}, "parameters")):
+    odd: Any = {"name": 5}, {}, {"name": "a", "parameters": []}, {"name": "a", "x": 1}
+    for of_a_response, param in zip(odd, ("name", "name", "parameters", "x"), strict=True):
         tools = [{"type": "function", "name": "a"}, {"type": "function"} | of_a_response]
         body = ResponsesBody.model_validate({"input": "a", "tools": tools})
         assert param_of(lambda: response_tools(body)) == f"tools[1].{param}"  # noqa: B023

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from itertools import pairwise, takewhile
@@ -22,6 +21,7 @@ from simulator.replay.workloads import (
     repeated_sessions,
     synthetic,
 )
+from tests.unit.simulator.test_request_log import written
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,600,109
@@ -31,21 +31,10 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 TURN = {"session": 0, "timestamp": 0, "input_length": 40, "output_length": 9, "hash_ids": [0, 1, 2]}
 
 
-def written(directory: Path, *rows: object) -> Path:
-    path = directory / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def azure_file(directory: Path, text: str = AZURE) -> Path:
     path = directory / "azure.csv"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def test_a_workload_needs_a_request() -> None:
-    with pytest.raises(ValueError, match="empty holds no request"):
-        Workload("empty", [])
 
 
 # ---- Azure
@@ -136,7 +125,7 @@ def test_divided_sessions_keep_their_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_turn_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*{message}"):
+    with pytest.raises(ValueError, match=rf"log\.jsonl, line 2: .*{message}"):
         agent_sessions(written(tmp_path, TURN, TURN | changed))
 
 

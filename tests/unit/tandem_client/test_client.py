@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
 
-import grpc
 import pytest
 import pytest_asyncio
 
@@ -24,7 +23,7 @@ from core.errors import InvalidRequest, QueueFull
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, Credentials, Piece, RetryPolicy, credentials
 from tandem_client.credentials import LOOKAHEAD_BYTES
 from tandem_client.stubs import inference_pb2
-from tests.support.scripted_router import Failure, ScriptedRouter, scripted_router
+from tests.support.scripted_router import LOST, Failure, ScriptedRouter, scripted_router
 
 ROOT = Path(__file__).parents[3]
 NOBODY = "127.0.0.1:9"
@@ -67,9 +66,6 @@ async def test_what_a_reader_has_not_taken_stays_in_the_router() -> None:
             num_written = router.num_chunks
             await asyncio.sleep(0.2)
         assert (num_written - 200) * num_bytes < 4 * LOOKAHEAD_BYTES
-
-
-LOST = (grpc.StatusCode.UNAVAILABLE, "Socket closed", ())  # as gRPC itself: no trailers
 
 
 @pytest.mark.parametrize(
