@@ -81,6 +81,7 @@ DRAINING, SERVING, STARTING = (
     cluster_pb2.SLOT_STATE_DRAINING, cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_STARTING,
 )  # fmt: skip
 AWAY = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
+WRONG_TOKEN = CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
 
 
 class Router:
@@ -171,32 +172,33 @@ async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced
     assert told.startswith("config 2: every service has it after ")
 
 
-async def test_a_roll_that_was_undone_is_an_error() -> None:
-    with pytest.raises(TandemError, match="the change has failed: every service has config 1 again"):
-        await shown(Router(rolls_to=1))
-
-
-async def test_a_call_that_cannot_succeed_ends_the_command() -> None:
-    with pytest.raises(CallFailed, match="wrong token"):
-        await shown(Router(rolls_to=2, error=CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token")))
-
-
 @pytest.mark.parametrize(
-    ("last_seen", "told"),
+    ("router", "error", "told"),
     [
-        ((SERVING, DRAINING), r"no router has answered for 0\.05 s: the fleet has ended, .* \(no router\)"),
-        ((DRAINING, STARTING), r"no router has answered for 0\.5 s: the fleet has ended, .* \(no router\)"),
-        ((DRAINING, DRAINING), "the fleet stops before the change to config 2 is complete"),
+        (Router(rolls_to=1), TandemError, "the change has failed: every service has config 1 again"),
+        (Router(rolls_to=2, error=WRONG_TOKEN), CallFailed, "wrong token"),
+        (
+            Router(last_seen=(SERVING, DRAINING)),
+            WorkerUnavailable,
+            r"answered for 0\.05 s: the fleet has ended, .* \(no",
+        ),
+        # A router that starts may be the next to answer. A fleet that goes on has more routers than those that drain.
+        (
+            Router(last_seen=(DRAINING, STARTING)),
+            WorkerUnavailable,
+            r"answered for 0\.5 s: the fleet has ended, .* \(no",
+        ),
+        (Router(last_seen=(DRAINING, DRAINING)), WorkerUnavailable, "stops before the change to config 2 is complete"),
     ],
+    ids=["undone", "wrong token", "ended", "routers start", "routers drain"],
 )
-async def test_a_fleet_that_ends_meanwhile_ends_the_command(
-    last_seen: tuple[cluster_pb2.SlotState, ...], told: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_roll_that_fails_ends_the_command(
+    router: Router, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A router that starts may be the next to answer. A fleet that goes on has more routers than those that drain."""
     monkeypatch.setattr(fleet_config, "GONE_S", 0.05)
     monkeypatch.setattr(fleet_config, "SILENT_S", 0.5)
-    with pytest.raises(WorkerUnavailable, match=told):
-        await shown(Router(last_seen=last_seen))
+    with pytest.raises(error, match=told):
+        await shown(router)
 
 
 def test_a_file_that_was_printed_is_applied_to_its_own_revision_only(

@@ -130,8 +130,7 @@ async def test_many_small_bodies_of_one_client_do_not_cost_the_body_of_another(r
         await each.sends(b"x" * 6)
     await honest.sends(b"x" * 10, b"")
     assert len(await honest.reading) == 40
-    ended = [await each.refusal() for each in hostile if each.reading.done()]
-    assert ended == [(503, "overloaded")] * 5
+    assert [await each.refusal() for each in hostile if each.reading.done()] == [(503, "overloaded")] * 5
 
 
 OWNERS = st.tuples(st.sampled_from(["here", "there"]), st.sampled_from(["", "key"]))

@@ -71,8 +71,7 @@ def test_a_field_of_grpc_has_its_name_over_http_and_keeps_it(field: str, name: s
 
 @pytest.mark.parametrize(("hint", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.001, "2"), (30.0, "30")])
 def test_the_hint_of_the_router_is_rounded_up_to_seconds(hint: float, header: str) -> None:
-    error = api_error(QueueFull("full", hint))
-    assert error.headers == {"retry-after": header, "x-should-retry": "true"}
+    assert api_error(QueueFull("full", hint)).headers == {"retry-after": header, "x-should-retry": "true"}
 
 
 @pytest.mark.parametrize(

@@ -275,8 +275,7 @@ async def test_text_names_and_arguments_are_masked_and_keep_their_order() -> Non
 async def test_each_part_is_an_output_of_its_own() -> None:
     guardrail = RecordingOutput()
     choice = GuardedChoice(guardrail, [])
-    passed = [await choice.push(chunk) for chunk in CHUNKS]
-    assert passed == CHUNKS, "nothing is changed, so nothing waits"
+    assert [await choice.push(chunk) for chunk in CHUNKS] == CHUNKS, "nothing is changed, so nothing waits"
     assert guardrail.parts == [
         "I write to bob@example.com", "mail@example.com", '{"to": "eve@example.com"}', "Done", "f", "{}"
     ]  # fmt: skip

@@ -145,10 +145,6 @@ def test_a_bucket_includes_its_upper_end() -> None:
     assert (buckets.total, buckets.num_values) == (14.0, 5)
 
 
-def test_counts_without_their_zeros_at_the_end_are_complete() -> None:
-    assert Buckets((1.0, 2.0), (3,), 1.5).cumulative() == [("1.0", 3), ("2.0", 3), ("+Inf", 3)]
-
-
 def test_adding_a_histogram_changes_only_the_sum() -> None:
     one, other = Buckets((1.0,), (1, 2), 5.0), Buckets((1.0,), (3,), 0.5)
     one.add(other)

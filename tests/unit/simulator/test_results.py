@@ -171,8 +171,7 @@ class Counting:
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_results_are_in_the_order_of_the_tasks(num_processes: int) -> None:
     seen: list[int] = []
-    tasks = [Counting(number) for number in (5, 1, 4)]
-    assert run_all(tasks, num_processes, seen.append) == [25, 1, 16]
+    assert run_all([Counting(number) for number in (5, 1, 4)], num_processes, seen.append) == [25, 1, 16]
     assert seen[-1] == 10
     assert seen == sorted(seen)
 
