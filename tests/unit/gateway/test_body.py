@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from starlette.requests import Request
 
-from core.config import GatewayConfig
 from core.errors import QueueFull
 from gateway.errors import ApiError, ClientGone, api_error
 from gateway.http import body
@@ -32,7 +29,8 @@ from gateway.schemas.completions import CompletionBody
 from gateway.schemas.json_size import MAX_BARE_BYTES, MAX_DIGITS, MAX_WEIGHT, check_size, count_values
 from gateway.schemas.responses import ResponsesBody, ResponseTool
 from runtime.owner_ledger import Owner
-from runtime.validation_threads import MAX_SHORT_BYTES, ValidationThreads
+from runtime.validation_threads import MAX_SHORT_BYTES
+from tests.unit.gateway.test_calls import request_with
 
 
 class Upload:
@@ -383,13 +381,6 @@ def test_a_body_with_long_numbers_is_refused_before_it_is_parsed(schema: type[Sc
     assert caught.value.status == 400
 
 
-@pytest.fixture
-def threads() -> Iterator[ValidationThreads]:
-    threads = ValidationThreads(max_pending=1)
-    yield threads
-    threads.close()
-
-
 @pytest.mark.parametrize(
     ("body", "in_thread"),
     [
@@ -399,16 +390,6 @@ def threads() -> Iterator[ValidationThreads]:
         (filled('{"prompt": [', "1", "]}", 300), True),
     ],
 )
-async def test_a_body_with_much_work_is_read_in_a_thread(
-    threads: ValidationThreads, body: bytes, in_thread: bool
-) -> None:
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop() if messages else await asyncio.Event().wait()  # type: ignore[return-value]
-
-    config = GatewayConfig(default_timeout_s=5.0)
-    app = SimpleNamespace(state=SimpleNamespace(threads=threads, config=config, waiting_bodies=WaitingBodies()))
-    request = Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
-    _, thread = await read_body(request, CompletionBody, lambda _: threading.get_ident())
+async def test_a_body_with_much_work_is_read_in_a_thread(body: bytes, in_thread: bool) -> None:
+    _, thread = await read_body(request_with(body=body), CompletionBody, lambda _: threading.get_ident())
     assert (thread != threading.get_ident()) == in_thread

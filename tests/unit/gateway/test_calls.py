@@ -18,6 +18,7 @@ from core.config import ApiKeyConfig, GatewayConfig, TelemetryConfig
 from core.errors import Unauthenticated
 from gateway.errors import ApiError, ClientGone
 from gateway.formats.form import AnswerForm
+from gateway.http.body import WaitingBodies
 from gateway.http.connection import EventStream, while_connected
 from gateway.http.http_protocol import CONNECTION
 from gateway.http.middleware import HttpMiddleware
@@ -42,13 +43,18 @@ class Body(Schema):
     a: int
 
 
-def request_with(*headers: tuple[bytes, bytes], cors_origins: tuple[str, ...] = ()) -> Request:
-    async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": b'{"a": 1}', "more_body": False}
+def request_with(
+    *headers: tuple[bytes, bytes], cors_origins: tuple[str, ...] = (), body: bytes = b'{"a": 1}'
+) -> Request:
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
 
-    config, threads = GatewayConfig(cors_origins=cors_origins), ValidationThreads(1)
-    app = SimpleNamespace(state=SimpleNamespace(config=config, threads=threads))
-    return Request({"type": "http", "method": "POST", "headers": list(headers), "app": app}, receive)
+    async def receive() -> dict[str, object]:
+        return parts.pop() if parts else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    config = GatewayConfig(cors_origins=cors_origins)
+    state = SimpleNamespace(config=config, threads=ValidationThreads(1), waiting_bodies=WaitingBodies())
+    scope = {"type": "http", "method": "POST", "headers": list(headers), "app": SimpleNamespace(state=state)}
+    return Request(scope, receive)
 
 
 async def read(request: Request) -> Body:

@@ -234,15 +234,13 @@ CHUNKS = [
 ]
 
 
-class RecordingOutput:
+class RecordingOutput(Scripted):
     """A guardrail that changes nothing, and refuses outputs with a given word."""
 
     def __init__(self, refused: str = "") -> None:
+        super().__init__()
         self.parts: list[str] = []
         self._refused = refused
-
-    async def check_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages
 
     def open_output(self, _: Sequence[Message]) -> RecordingOutput:
         self.parts.append("")
@@ -253,9 +251,6 @@ class RecordingOutput:
         if self._refused and self._refused in self.parts[-1]:
             raise Refused("no such words")
         return text
-
-    async def finish(self) -> str:
-        return ""
 
 
 async def test_text_names_and_arguments_are_masked_and_keep_their_order() -> None:

@@ -224,9 +224,11 @@ def page(metrics: Metrics) -> dict[str, Family]:
 
 
 def test_the_page_shows_only_present_workers_also_after_many_have_left() -> None:
-    here: list[str] = []
+    here, num_reads = list[str](), 0
 
     def read() -> Iterable[Reading]:
+        nonlocal num_reads
+        num_reads += 1
         return [(Metric.WORKER_RUNNING, 1.0, {"worker": name, "role": "decode"}) for name in here]
 
     metrics = Metrics(TelemetryConfig(), read)
@@ -234,18 +236,7 @@ def test_the_page_shows_only_present_workers_also_after_many_have_left() -> None
         here[:] = [f"decode-0.{start:016x}"]
         family = page(metrics)[Metric.WORKER_RUNNING.value]
         assert [sample.labels["worker"] for sample in family.samples] == here
-
-
-def test_a_scrape_reads_once() -> None:
-    num_reads = 0
-
-    def read() -> Iterable[Reading]:
-        nonlocal num_reads
-        num_reads += 1
-        return ()
-
-    assert page(Metrics(TelemetryConfig(), read))
-    assert num_reads == 1
+    assert num_reads == 50, "a scrape reads once"
 
 
 def test_the_page_is_text_that_a_parser_reads() -> None:
@@ -282,17 +273,12 @@ def test_an_alias_has_the_numbers_of_its_source_with_its_own_labels() -> None:
     assert sums == [0.5]
 
 
-def test_only_aliases_without_labels_begin_at_zero() -> None:
+def test_the_aliases_are_names_of_vllm_with_labels_of_their_source_and_begin_at_zero_without_labels() -> None:
     found = page(Metrics(TelemetryConfig(), lambda: ()))
     for name, alias in ALIASES.items():
-        samples = found[name.removesuffix("_total")].samples
+        samples, about = found[name.removesuffix("_total")].samples, METRICS[alias.source]
         assert all(sample.value == 0.0 for sample in samples)
         assert bool(samples) == (not alias.labels)
-
-
-def test_the_aliases_are_names_of_vllm_with_labels_that_their_source_has() -> None:
-    for name, alias in ALIASES.items():
-        about = METRICS[alias.source]
         assert name.startswith("vllm:")
         assert {*alias.only, *alias.labels.values()} <= set(about.labels)
         assert name.endswith("_total") == (TYPES[about.kind] == "counter")
