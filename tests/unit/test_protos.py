@@ -26,7 +26,6 @@ from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "protos").glob("*.proto"))
 
-
 DOCUMENTED = re.compile(r"(rpc |service |message |enum |[A-Z_0-9]+ = \d+;|(optional |repeated )?[\w.<>, ]+ \w+ = \d+;)")
 
 

@@ -269,7 +269,6 @@ def vector(label: str, values: Mapping[str, float]) -> bytes:
 
 BUCKETS = {"1000": 100.0, "2000": 400.0, "+Inf": 500.0}
 
-
 ONE_MODEL = MappingProxyType({"a": 500.0})
 
 

@@ -308,7 +308,6 @@ NAMED = [
     ),
 ]
 
-
 COMMANDS: Any = get_command(app)
 
 

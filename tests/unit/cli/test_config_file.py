@@ -284,7 +284,6 @@ NOTES = [
     cluster_pb2.FleetNote(number=4, subject="fleet", what="has rolled"),
 ]
 
-
 DRAINING, SERVING, STARTING = (
     cluster_pb2.SLOT_STATE_DRAINING, cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_STARTING,
 )  # fmt: skip

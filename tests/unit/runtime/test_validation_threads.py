@@ -57,14 +57,11 @@ async def busy(pool: ValidationThreads, gate: threading.Event, num_calls: int = 
 
 
 async def test_a_refused_input_goes_with_its_exception_without_a_garbage_collection(pool: ValidationThreads) -> None:
-    class Body:
-        pass
-
-    def refuse(_: Body) -> None:
+    def refuse(_: _Prompt) -> None:
         raise InvalidRequest("text", "no")
 
-    async def read() -> weakref.ref[Body]:
-        body = Body()
+    async def read() -> weakref.ref[_Prompt]:
+        body = _Prompt()
         with pytest.raises(InvalidRequest):
             await pool.run(CLIENT, 5.0, LONG, refuse, body)
         return weakref.ref(body)
@@ -247,7 +244,6 @@ async def turns() -> None:
 
 
 STEPS = st.tuples(st.sampled_from(["call", "end", "cancel", "end and cancel", "turn"]), st.integers(0, 7))
-
 
 OWNERS = [("here", ""), ("here", "key"), ("here", "other"), ("there", ""), ("there", "key")]
 
