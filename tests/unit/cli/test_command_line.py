@@ -300,12 +300,7 @@ NAMED = [
         for s in ("inf", "nan", "0", "1e7")
     ),
     ("serve --prefill two", "--prefill: [cluster] num_prefill must be int, in [0, 2147483647], is 'two'"),
-    ("serve --prefill 99999999999", "--prefill: [cluster] num_prefill must be in [0, 2147483647], is 99999999999"),
     ("serve --prefill 257", "--prefill: [cluster] num_prefill must be in [0, 256], is 257"),
-    (
-        "serve --slo-itl-ms x",
-        "--slo-itl-ms: [scheduler] slo_itl_ms must be float, more than 0 and at most 1000000000000000, is 'x'",
-    ),
 ]
 
 COMMANDS: Any = get_command(app)

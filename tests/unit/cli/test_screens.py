@@ -133,16 +133,8 @@ def test_a_phase_shorter_than_a_column_has_a_thin_mark_and_an_absent_phase_has_n
 # ---- no text of a client or of another machine is obeyed by the terminal of an operator
 
 CLI = Path(cli.__file__).parent
-HOSTILE = (
-    "[/x]",
-    "[red]a[/red]",
-    "[link=http://evil]a[/link]",
-    ":bomb:",
-    "\x1b[2Jgone",
-    "a\r\x9b31m",
-    "a\u202eb\u2028c",
-    "a\nb",
-)
+MARKUP = ("[/x]", "[red]a[/red]", "[link=http://evil]a[/link]", ":bomb:")
+CONTROL = ("\x1b[2Jgone", "a\r\x9b31m", "a\u202eb\u2028c", "a\nb")
 
 
 def filled(message: Any, text: str) -> Any:
@@ -179,7 +171,7 @@ VIEWS = WHOLE | {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", MARKUP + CONTROL)
 def test_no_view_obeys_a_text_or_reads_it_as_markup(view: str, text: str) -> None:
     """What a terminal gets, without line ends and spaces at the ends of cells."""
     out = io.StringIO()

@@ -258,15 +258,8 @@ CHAT = '{"messages": [{"role": "user", "content": "a"}], '
     ("schema", "body", "param"),
     [
         (ChatBody, filled('{"messages": [{"role": "user", "content": [', "1", "]}]}"), "messages[0].content[0]"),
-        (ChatBody, filled('{"messages": [', "1", "]}"), "messages[0]"),
-        (ChatBody, filled(CHAT + '"tools": [', "1", "]}"), "tools[0]"),
-        (ChatBody, filled(CHAT + '"stop_token_ids": [', '""', "]}"), "stop_token_ids[0]"),
-        (ChatBody, filled(CHAT + '"guided_choice": [', "1", "]}"), "guided_choice[0]"),
-        (CompletionBody, filled('{"prompt": "a", "stop": [', "1", "]}"), "stop[0]"),
         (CompletionBody, filled('{"prompt": "a", "stop": [', '"a"', "]}"), "stop"),
         (ResponsesBody, filled('{"input": [', "1", "]}"), "input[0]"),
-        (ResponsesBody, filled('{"input": "a", "tools": [', "1", "]}"), "tools[0]"),
-        (DetokenizeBody, filled('{"tokens": [', '""', "]}"), "tokens[0]"),
         (
             ChatBody,
             filled(CHAT + '"logit_bias": {', ",".join(f'"a{n}": 1' for n in range(9999)), "}}", 1),
@@ -365,19 +358,9 @@ def test_digits_of_different_numbers_and_of_texts_are_no_long_number() -> None:
     assert not count_values(body).has_long_number
 
 
-@pytest.mark.parametrize(
-    ("schema", "opening"),
-    [
-        (ChatBody, CHAT + '"chat_template_kwargs": {"a": ['),
-        (TokenizeBody, CHAT + '"chat_template_kwargs": {"a": ['),
-        (ChatBody, CHAT + '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": ['),
-        (CompletionBody, '{"prompt": "a", "guided_json": {"a": ['),
-        (ResponsesBody, '{"input": "a", "tools": [{"type": "function", "name": "f", "output_schema": {"a": ['),
-    ],
-)
-def test_a_body_with_long_numbers_is_refused_before_it_is_parsed(schema: type[Schema], opening: str) -> None:
+def test_a_body_with_long_numbers_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(ApiError, match="at most 64 digits in a row") as caught:
-        _read(filled(opening, "9" * 4299, "", 970), schema, lambda body: body)
+        _read(filled('{"prompt": "a", "guided_json": {"a": [', "9" * 4299, "", 970), CompletionBody, lambda body: body)
     assert caught.value.status == 400
 
 
