@@ -117,19 +117,15 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
     share: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[tuple[object, float]] = []
-
-    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float, **_: object) -> None:
-        given.append((limits, gpu_share))
-        raise ConfigError("no runner here")
-
+    build_runner = Mock(side_effect=ConfigError("no runner here"))
     monkeypatch.setattr("engine.factory.build_runner", build_runner)
     monkeypatch.setattr("engine.backend.choose_device", lambda wanted: torch.device(wanted.replace("auto", "cpu")))
     config = replace(tiny_config("random:llama-tiny"), scheduler=scheduler)
     build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), None)
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
-    assert given == [(on_gpu if gpus else on_cpu, share)]
+    assert build_runner.call_args.args[2] == (on_gpu if gpus else on_cpu)
+    assert build_runner.call_args.kwargs["gpu_share"] == share
 
 
 @pytest.mark.parametrize(

@@ -278,9 +278,7 @@ def fake_config(**parts: EngineConfig | TelemetryConfig | ClusterConfig) -> Tand
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[int]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         yield taken.getsockname()[1]
 
 

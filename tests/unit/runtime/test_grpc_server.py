@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,19 +254,12 @@ async def test_a_protected_method_needs_exactly_the_token(tokens: list[str | byt
 # ---- A claimed port belongs to the claim and to servers that share it; every other claim fails.
 
 
-@contextlib.contextmanager
-def claimed(host: str = "127.0.0.1", port: int = 0) -> Iterator[PortClaim]:
-    claim = PortClaim(host, port)
-    try:
-        yield claim
-    finally:
-        claim.close()
+def claimed(host: str = "127.0.0.1", port: int = 0) -> contextlib.closing[PortClaim]:
+    return contextlib.closing(PortClaim(host, port))
 
 
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    with pytest.raises(OSError, match="in use"):
-        yield
+def refused() -> pytest.RaisesExc[OSError]:
+    return pytest.raises(OSError, match="in use")
 
 
 def test_a_claimed_port_cannot_be_claimed_again_until_the_claim_ends() -> None:
@@ -316,10 +309,7 @@ def test_of_many_claims_at_the_same_time_one_succeeds(repetition: int) -> None:
 
 
 def test_connections_of_an_earlier_server_do_not_keep_the_port_from_being_claimed() -> None:
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             connection, _ = server.accept()

@@ -34,22 +34,15 @@ from simulator.replay.workloads import (
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,600,109
 2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:51.2224670,91,16
-"""
+2023-11-16 18:15:51.2224670,91,16"""
 TURN = {"session": 0, "timestamp": 0, "input_length": 40, "output_length": 9, "hash_ids": [0, 1, 2]}
-
-
-def azure_file(directory: Path, text: str = AZURE) -> Path:
-    path = directory / "azure.csv"
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 # ---- Azure
 
 
 def test_the_prompts_of_azure_are_distinct_and_in_order_of_time(tmp_path: Path) -> None:
-    requests = azure(azure_file(tmp_path)).requests
+    requests = azure(written(tmp_path, AZURE)).requests
     assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(374, 44), (600, 109), (91, 16)]
     assert [r.arrives_at for r in requests] == pytest.approx([0.0, 4.314579, 4.541877])
     hash_ids = [hash_id for request in requests for hash_id in request.hash_ids]
@@ -57,7 +50,7 @@ def test_the_prompts_of_azure_are_distinct_and_in_order_of_time(tmp_path: Path) 
 
 
 def test_the_lengths_of_azure_are_divided_and_limited(tmp_path: Path) -> None:
-    requests = azure(azure_file(tmp_path), limit=2, divisor=100, output_divisor=50).requests
+    requests = azure(written(tmp_path, AZURE), limit=2, divisor=100, output_divisor=50).requests
     assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(3, 1), (6, 2)]
 
 
@@ -65,14 +58,14 @@ def test_the_lengths_of_azure_are_divided_and_limited(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         (("374", "many"), "line 3: ContextTokens must be a whole number, is 'many'"),
-        ((",16\n", "\n"), "line 4: GeneratedTokens is missing"),
+        ((",91,16", ",91"), "line 4: GeneratedTokens is missing"),
         (("TIMESTAMP", "TIME"), "line 2: TIMESTAMP is missing"),
         (("2023-11-16 18:15:46", "yesterday"), "line 3: TIMESTAMP must be a time, in seconds or .*, is 'yesterday"),
     ],
 )
 def test_a_malformed_row_of_azure_is_named(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"azure\.csv, {message}"):
-        azure(azure_file(tmp_path, AZURE.replace(*changed)))
+    with pytest.raises(ValueError, match=rf"log\.jsonl, {message}"):
+        azure(written(tmp_path, AZURE.replace(*changed)))
 
 
 # ---- Mooncake
