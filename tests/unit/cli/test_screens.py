@@ -173,7 +173,6 @@ VIEWS = WHOLE | {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("text", MARKUP + CONTROL)
 def test_no_view_obeys_a_text_or_reads_it_as_markup(view: str, text: str) -> None:
-    """What a terminal gets, without line ends and spaces at the ends of cells."""
     out = io.StringIO()
     VIEWS[view](Terminal(file=out, width=160, force_terminal=True, color_system=None), text)
     lines = out.getvalue().split("\n")

@@ -151,8 +151,7 @@ async def test_the_first_event_decides_and_no_cancellation_comes_later(events: s
         except ClientGone:
             found = "gone"
         await asyncio.sleep(0.02)  # a late cancellation would end it
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         return found, task.cancelling()
 
     task = asyncio.create_task(serve())
@@ -184,8 +183,7 @@ async def test_an_error_of_cancelled_work_leaves_the_task_as_it_was() -> None:
             raise OSError("the socket is closed") from None
         return "done"
 
-    task = asyncio.current_task()
-    assert task is not None
+    task: Any = asyncio.current_task()
     asyncio.get_running_loop().call_later(0.01, connection.closed.set)
     with pytest.raises(OSError, match="the socket is closed"):
         await while_connected(connection.receive, work())

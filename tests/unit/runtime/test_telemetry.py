@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
@@ -62,9 +63,8 @@ def test_a_full_disk_costs_spans_and_one_warning_and_tears_no_later_line(
     exporter, tracer = JsonLinesExporter(file), TracerProvider(shutdown_on_exit=False).get_tracer("test")
 
     def export(name: str) -> SpanExportResult:
-        span = tracer.start_span(name)
+        span: Any = tracer.start_span(name)
         span.end()
-        assert isinstance(span, ReadableSpan)
         return exporter.export([span])
 
     assert export("before") is SpanExportResult.SUCCESS

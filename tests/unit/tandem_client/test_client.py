@@ -314,8 +314,7 @@ def test_messages_become_pieces_and_at_the_end_a_completion() -> None:
     logprob = TokenLogprob(1, b"\xc3", -0.5, (TopLogprob(2, b"b", -0.25),))
     assert pieces[0] == Piece("a", (1,), (logprob,))
     assert collector.take(inference_pb2.GenerateResponse(finished=FINISHED)) is None
-    result = collector.completion
-    assert result is not None
+    result: Any = collector.completion
     assert (result.text, result.token_ids, len(result.logprobs)) == ("abc", (1, 2, 3), 3)
     assert (result.finish_reason, result.path, result.request_id, result.seed) == ("length", "disaggregated", "r-1", 9)
     assert result.usage == Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=4)
@@ -363,8 +362,7 @@ def test_deltas_of_calls_become_calls_which_a_message_takes_back() -> None:
     pieces = [collector.take(inference_pb2.GenerateResponse(tokens=chunk)) for chunk in chunks]
     assert pieces[0] == Piece("I ask.", (1,), (), (ToolCallDelta(0, "c0", "f", "", 6),))
     collector.take(inference_pb2.GenerateResponse(finished=FINISHED))
-    result = collector.completion
-    assert result is not None
+    result: Any = collector.completion
     assert (result.text, result.finish_reason) == ("I ask.", "length")
     assert result.tool_calls == (ToolCall("c0", "f", '{"a": 1}'), ToolCall("c1", "g", "{"))
     message = {"role": "assistant", "content": result.text, "tool_calls": result.tool_calls[:1]}

@@ -242,8 +242,7 @@ def test_choices_are_continued_one_after_the_other_each_with_its_seed() -> None:
     following = answer.next_request()
     assert (following.n, following.sampling.seed, list(following.resume)) == (1, 2**63 - 1, [2])
     assert answer.take(started(seed=2**63 - 1)) is None
-    taken = answer.take(chunk(4))
-    assert taken is not None
+    taken: Any = answer.take(chunk(4))
     assert taken.tokens.choice == 1
     answer.take(end())
     assert answer.call_has_ended
