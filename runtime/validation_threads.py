@@ -90,7 +90,7 @@ class ValidationThreads:
         return result
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
 
 class _Queue:

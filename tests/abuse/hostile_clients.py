@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -80,8 +81,9 @@ def client(act: Client) -> Client:
     return act
 
 
-async def drips(target: Target, start: bytes, piece: bytes, pause_s: float = 0.01) -> str:
-    """Send `piece` again and again until the server closes, or for HOLDS_S."""
+async def drips(parts: Callable[[Target], tuple[bytes, bytes]], target: Target) -> str:
+    """Send the first part, and the second again and again until the server closes, or for HOLDS_S."""
+    start, piece = parts(target)
     async with target.connected() as (reader, writer):
         writer.write(start)
         with contextlib.suppress(TimeoutError, OSError):
@@ -89,41 +91,21 @@ async def drips(target: Target, start: bytes, piece: bytes, pause_s: float = 0.0
                 while not (reader.at_eof() or writer.transport.is_closing()):
                     writer.write(piece)
                     await writer.drain()
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(0.01)
         return "dripped"
 
 
 # ---- a connection and its states
 
-
-@client
-async def sends_trailers_without_end(target: Target) -> str:
-    return await drips(target, GET + CHUNKED + b"0\r\n", b"x: y\r\n" * 2000)
-
-
-@client
-async def sends_a_head_without_end(target: Target) -> str:
-    return await drips(target, GET, b"x: y\r\n" * 100)
-
-
-@client
-async def sends_chunk_extensions_without_end(target: Target) -> str:
-    return await drips(target, GET + CHUNKED + b"5;", b"x" * 10_000)
-
-
-@client
-async def announces_a_body_and_sends_a_byte_at_a_time(target: Target) -> str:
-    return await drips(target, target.head("/v1/completions", 100_000), b"x")
-
-
-@client
-async def holds_bodies_without_a_key(target: Target) -> str:
-    return await drips(target, target.head("/v1/completions", 2**20, key="unknown"), b"x" * 50_000)
-
-
-@client
-async def holds_bodies_with_a_key(target: Target) -> str:
-    return await drips(target, target.head("/v1/completions", 2**20), b"x" * 50_000)
+DRIPS: dict[str, Callable[[Target], tuple[bytes, bytes]]] = {
+    "sends_trailers_without_end": lambda _: (GET + CHUNKED + b"0\r\n", b"x: y\r\n" * 2000),
+    "sends_a_head_without_end": lambda _: (GET, b"x: y\r\n" * 100),
+    "sends_chunk_extensions_without_end": lambda _: (GET + CHUNKED + b"5;", b"x" * 10_000),
+    "announces_a_body_and_sends_a_byte_at_a_time": lambda target: (target.head("/v1/completions", 100_000), b"x"),
+    "holds_bodies_without_a_key": lambda target: (target.head("/v1/completions", 2**20, "unknown"), b"x" * 50_000),
+    "holds_bodies_with_a_key": lambda target: (target.head("/v1/completions", 2**20), b"x" * 50_000),
+}
+CLIENTS |= {name: functools.partial(drips, parts) for name, parts in DRIPS.items()}
 
 
 @client

@@ -22,6 +22,7 @@ from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
 # An error of a router, or a status with its trailers.
 Failure = TandemError | tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+LOST: Failure = (grpc.StatusCode.UNAVAILABLE, "Socket closed", ())  # as gRPC itself: no trailers
 
 
 async def fail(context: Any, failures: list[Failure]) -> None:

@@ -1,14 +1,28 @@
-"""What `tandem advise` prints, and the line and code of each wrong input."""
+"""What `tandem advise` prints, the line and code of each wrong input, and what it reads from a Prometheus."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import parse_qs, unquote_plus, urlsplit
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from cli.commands import prometheus_load
+from cli.commands.prometheus_load import KEY_VARIABLE, MAX_WINDOW_S, OUTPUTS, PROMPTS, read_prometheus, series_of
 from cli.screens.advise_report import Question, as_json_object, limit_of
+from conformance.http_exchange import Call, End, Reply
+from core.errors import ConfigError
 from simulator.advice.advice import Advice, Candidate, Contest
 from simulator.advice.goodput import Load, Slo, Trial
 from simulator.advice.pools import Job
@@ -148,3 +162,204 @@ def test_a_verdict_is_one_sentence(pairs: list[tuple[float, float]], sentence: s
     answer = as_json_object(question, advice)
     assert answer["sentences"][0] == sentence  # type: ignore[index]
     json.dumps(answer, allow_nan=False)
+
+
+# ---- What a Prometheus server may answer to `tandem advise`: anything.
+
+SUM = f'sum(increase({{__name__=~"{PROMPTS}_sum",}}[60s]))'
+
+
+def one_series(named: tuple[str, object]) -> object:
+    return {"data": {"result": [{"metric": {"le": named[0]}, "value": [0, named[1]]}]}}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.just(10**400) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["data", "result", "metric", "value", "le", "error"]), inner, max_size=4)
+        | st.tuples(st.text(max_size=3), inner).map(one_series)
+    ),
+)
+
+
+@given(st.sampled_from([200, 400, 503]), JSON.map(json.dumps).map(str.encode) | st.binary(max_size=30))
+def test_any_answer_is_read_or_refused(status: int, body: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        for bound, count in series_of(status, body, "le"):
+            assert isinstance(bound, str)
+            assert 0.0 <= count < math.inf
+
+
+@contextlib.contextmanager
+def server_that_says(
+    status: int, body: bytes | Callable[[str], bytes], heads: list[str], location: str = ""
+) -> Iterator[str]:
+    """Its URL. `heads` gets query and authorization of each request. `body`: that of each query, or of all."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            query = parse_qs(urlsplit(self.path).query)["query"][0]
+            answer = body if isinstance(body, bytes) else body(query)
+            heads.append(query)
+            heads.append(str(self.headers["authorization"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(answer)))
+            if location:
+                self.send_header("location", location)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, b"<html>", "answers with status 200: this is not what a Prometheus server answers"),
+        (200, b"[" * 100_000, "answers with status 200: this is not what a Prometheus server answers"),
+        (200, b" " * (5 << 20), "does not answer: too large"),
+        (422, b'{"error": "a\\u001bz"}', r"answers with status 422: a\x1bz"),
+        (200, b'{"data": {"result": []}}', "does not tell its time"),
+        (200, b'{"data": {"result": [{"metric": {}, "value": [0, "NaN"]}]}}', "a value must be in [0, inf), is nan"),
+        (200, b'{"data": {"result": [{"metric": {}, "value": [0, "5"]}]}}', "has 5 requests in the last 60 s"),
+        (200, b'{"data": {"result": [{"metric": {"le": "+Inf"}, "value": [0, "500"]}]}}', "has no finite bound"),
+        (200, b'{"data": {"result": [{"metric": {}, "value": [0, "500"]}]}}', 'has no bucket le="+Inf"'),
+    ],
+)
+def test_an_answer_without_a_load_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, message: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    heads: list[str] = []
+    with server_that_says(status, body, heads) as url, pytest.raises(ConfigError) as refused:
+        read_prometheus(url, "", 60.0, 100)
+    assert message in str(refused.value)
+    assert heads[:2] == ["vector(time())", "Bearer secret"]
+    models, buckets = (
+        f'sum by ({label}) (increase({{__name__=~"{PROMPTS}_{series}",}}[60s]))'
+        for label, series in (("model_name", "count"), ("le", "bucket"))
+    )
+    assert set(heads[2::2]) <= {models, buckets, SUM}
+
+
+def test_a_server_that_is_silent_or_not_there_is_named(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+    monkeypatch.setattr(prometheus_load, "ANSWER_S", 0.2)
+    with pytest.raises(ConfigError, match="does not answer: no connection"):
+        read_prometheus(f"127.0.0.1:{unused_tcp_port}", "", 60.0, 100)
+    with pytest.raises(ConfigError, match="must be host:port or a URL of HTTP"):
+        read_prometheus("ftp://here", "", 60.0, 100)
+
+
+def vector(label: str, values: Mapping[str, float]) -> bytes:
+    series = [{"metric": {label: name}, "value": [0, repr(value)]} for name, value in values.items()]
+    return json.dumps({"data": {"result": series}}).encode()
+
+
+BUCKETS = {"1000": 100.0, "2000": 400.0, "+Inf": 500.0}
+
+ONE_MODEL = MappingProxyType({"a": 500.0})
+
+
+def answers(
+    prompts: dict[str, float] = BUCKETS,
+    outputs: dict[str, float] = BUCKETS,
+    total: float = 750_000.0,
+    hits: float = 100.0,
+    models: Mapping[str, float] = ONE_MODEL,
+) -> Callable[[str], bytes]:
+    """Those of a Prometheus, by query."""
+    found = {
+        f"{PROMPTS}_bucket": vector("le", prompts), f"{OUTPUTS}_bucket": vector("le", outputs),
+        "_sum": vector("", {"": total}), "_hits_": vector("", {"": hits}), "_queries_": vector("", {"": 400.0}),
+        "model_name": vector("model_name", models), "time()": vector("", {"": 1.7e9}),
+    }  # fmt: skip
+    return lambda query: next(answer for part, answer in found.items() if part in query)
+
+
+counts = st.floats(0.0) | st.floats(0.0, 1000.0)
+odd_buckets = st.dictionaries(st.sampled_from(["", "x", "NaN", "-1", "1", "1.0", "2", "1e308", "+Inf"]), counts)
+
+
+@given(odd_buckets | st.just(BUCKETS), odd_buckets | st.just(BUCKETS), counts, counts)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_any_series_are_a_load_or_refused(
+    prompts: dict[str, float], outputs: dict[str, float], total: float, hits: float
+) -> None:
+    answer = answers(prompts, outputs, total, hits)
+
+    async def exchanged(_: object, call: Call, __: float) -> Reply:
+        return Reply(200, body=bytearray(answer(unquote_plus(call.path))), end=End.COMPLETE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prometheus_load, "exchange", exchanged)
+        try:
+            load = read_prometheus("http://here", "", 60.0, 100)
+        except ConfigError as error:
+            refused = str(error)
+        else:
+            refused = ""
+    assert refused == "" or "vllm" in refused, "the metric is named"
+    if refused:
+        return
+    assert load.rate == pytest.approx(prompts["+Inf"] / 60.0, rel=0.02)
+    assert all(0 <= job.num_cached_tokens < job.num_prompt_tokens for job in load.jobs)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (answers({"1000": 1000.0, "2000": 10.0, "+Inf": 400.0}), "fall by more than 1%"),
+        (answers({"1000": 100.0, "2000": 400.0}), 'prompt_tokens has no bucket le="+Inf"'),
+        (answers(outputs={"1000": 1e4, "+Inf": 1e4}), "generation_tokens has 10000, which must be at most"),
+        (answers(hits=900.0), "hits_total has 900, which must be at most vllm[:_]prefix_cache_queries_total, 400"),
+        (answers(models={"a\x1b[2J": 1.0, "b": 9.0, "c": 0.0}), r"of 2 models, such as a\x1b[2J, b: choose one by"),
+    ],
+)
+def test_series_that_contradict_each_other_are_refused(answer: Callable[[str], bytes], message: str) -> None:
+    with server_that_says(200, answer, []) as url, pytest.raises(ConfigError) as refused:
+        read_prometheus(url, "", 60.0, 100)
+    assert message in str(refused.value)
+
+
+def test_a_chosen_model_and_a_part_of_a_second_are_answered() -> None:
+    with server_that_says(200, answers(models={"a": 1.0, "b": 1.0}), []) as url:
+        assert read_prometheus(url, 'model_name="a"', 59.5, 100).rate == 500 / 60
+        assert read_prometheus(url, 'model_name="a"', 1e-9, 100).rate == 500, "the server is asked for whole seconds"
+
+
+def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    elsewhere: list[str] = []
+    with (
+        server_that_says(200, b"{}", elsewhere) as other,
+        server_that_says(302, b"", [], location=f"{other}/?query=x") as url,
+        pytest.raises(ConfigError, match="status 302"),
+    ):
+        read_prometheus(url, "", 60.0, 100)
+    assert not elsewhere, "the token stays here"
+
+
+@pytest.mark.parametrize("window_s", [0.0, -1.0, math.nan, math.inf, 1e300, MAX_WINDOW_S * 1.01])
+def test_a_window_has_bounds(window_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"--window-s must be in \(0, 315,360,000\]"):
+        read_prometheus("http://here", "", window_s, 100)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\r\nx: y", "a b", "\udcff", "\x7f"])
+def test_an_odd_token_is_refused_without_its_text(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(os, "environ", {KEY_VARIABLE: key})
+    with pytest.raises(ConfigError) as refused:
+        read_prometheus("http://here", "", 60.0, 100)
+    assert str(refused.value) == f"{KEY_VARIABLE} must have printable ASCII characters only, without spaces"

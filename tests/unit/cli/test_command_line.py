@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,9 +26,11 @@ from cli import entry
 from cli.commands import demo
 from cli.commands.chat import Conversation, chat
 from cli.commands.demo_config import demo_config
+from cli.config_file import FLAGS
+from cli.exit_codes import INTERRUPTED
 from cli.flags import CHOICE_FLAGS, REQUEST_FLAGS, fill_request, with_flags
 from cli.main import app
-from core.errors import InvalidRequest
+from core.errors import ConfigError, InvalidRequest
 from tandem_client import CallFailed
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import Choices, GenerateRequest, OutputFormat, SamplingParams, StopConditions
@@ -144,22 +149,6 @@ def test_a_call_without_the_token_is_an_error_that_names_the_option(
     assert (code, shown) == (1, "error: no token; give the config file with the token in [security] by --config\n")
 
 
-@pytest.mark.parametrize("option", ["--json", "--junit"])
-def test_a_check_whose_findings_cannot_be_written_does_not_begin(option: str, tandem: Tandem) -> None:
-    ended = tandem("check", "http://127.0.0.1:1", option, "/nowhere/found")
-    assert ended == (1, "", f"error: {option}: the directory of /nowhere/found does not exist\n")
-
-
-def test_an_option_without_a_value_is_not_taken_for_a_file(tandem: Tandem) -> None:
-    ended = tandem("apply", "router.max_queued")
-    assert (ended.code, "'router.max_queued' is neither a file nor TABLE.OPTION=VALUE" in ended.err) == (2, True)
-
-
-@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
-def test_a_time_limit_out_of_range_is_refused(seconds: str, tandem: Tandem) -> None:
-    assert tandem("generate", "x", "--timeout", seconds).code == 2
-
-
 def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
     command = [sys.executable, "-c", "from cli.entry import run; run()", "pull", "--help"]
     with open("/dev/full", "w") as full:
@@ -229,7 +218,156 @@ def test_ctrl_c_during_the_imports_exits_without_a_traceback(monkeypatch: pytest
     assert ended.value.code == 130
 
 
-def test_a_file_where_an_axis_belongs_gets_the_flag_it_needs() -> None:
-    result = CliRunner().invoke(app, ["simulate", "a.jsonl"], env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert "'a.jsonl' is an axis, which needs --sweep; a file of requests is --workload FILE" in result.output
+# ---- Ctrl-C and SIGTERM of `tandem serve` before its loop runs, and while Ray closes.
+
+SERVE = """
+import contextlib, os, sys, time
+import cli.commands.serve, fleet.ray.cluster
+from cli.interrupts import run_interruptible
+from cli.main import run
+
+class Cluster:
+    def close(self):
+        print("closing", flush=True)
+        if phase != "ends":
+            with contextlib.suppress(KeyboardInterrupt):  # as Ray's C++ has no exceptions of Python
+                time.sleep(TIMEOUT_S)
+
+class Slow:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"ending\\n")
+        sleep(1.0)
+
+async def drained():
+    pass
+
+def wait_for_ray():
+    print("starting", flush=True)
+    time.sleep(TIMEOUT_S)
+
+fleet.ray.cluster.begin = lambda _: Cluster()
+phase, sys.argv[1:] = sys.argv[1], ["serve", "--model", "fake:tiny", "--port", "0"]
+cli.commands.serve.serve = lambda *_: wait_for_ray() if phase == "starts" else run_interruptible(drained, print)
+slow = Slow() if phase == "ends" else None
+run()
+"""
+TIMEOUT_S = 60.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("phase", "lines", "code"),
+    [
+        ("starts", ["starting", "closing"], INTERRUPTED),
+        ("closes", ["closing"], INTERRUPTED),
+        ("ends", ["ending"], 0),  # of Python: the exit code stays
+    ],
+)
+def test_a_signal_outside_the_loop_closes_ray_and_another_one_ends_the_process(
+    phase: str, lines: list[str], code: int, number: signal.Signals
+) -> None:
+    program = SERVE.replace("TIMEOUT_S", str(TIMEOUT_S))
+    with subprocess.Popen([sys.executable, "-c", program, phase], stdout=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None
+        for line in lines:
+            assert f"{line}\n" in iter(serve.stdout.readline, "")
+            serve.send_signal(number)
+        assert serve.wait(TIMEOUT_S / 2) == code
+
+
+# ---- Every number of every command line, and every file that a command writes, is refused before the work by its name.
+
+
+# A flag of `tandem simulate` that its parts know by another name, and those of a URL
+NAMED = [
+    ("simulate --prefill -1", "--prefill must not be negative"),
+    ("simulate --decode 0", "--decode must be positive"),
+    ("simulate --input-tokens 0", "--input-tokens must be positive"),
+    ("simulate --prefix-tokens 8", "--prefix-groups and --prefix-tokens must be set together"),
+    ("simulate --burstiness 0", "--burstiness needs --arrivals gamma"),
+    ("simulate --divisor 2", "--divisor needs a file as --workload"),
+    ("simulate --workload a.jsonl --spread 0.1", "--spread needs synthetic requests"),
+    ("simulate --admission maybe", "--admission must be queue or shed"),
+    ("check ftp://a", "url: must be host:port or a URL of HTTP, is 'ftp://a'"),
+    ("check http://a:99999", "url: Port out of range"),
+    ("check a --metrics http://b:99999", "--metrics: Port out of range"),
+    ("check a --deadline-header a:b", "--deadline-header: must be a name of HTTP"),
+    ("status --router a:65536", "router: must be host:port, with a port in [1, 65535], is 'a:65536'"),
+    ("role decode-0 nonsense", "'role': must be prefill or decode, is 'nonsense'"),
+    ("events --limit 1001", "'--limit': must be int in [1, 1000], is '1001'"),
+    ("apply router.max_queued", "'router.max_queued' is neither a file nor TABLE.OPTION=VALUE"),
+    *(
+        (f"generate x --timeout {s}", "'--timeout': must be float in [0.001, 1000000.0]")
+        for s in ("inf", "nan", "0", "1e7")
+    ),
+    ("serve --prefill two", "--prefill: [cluster] num_prefill must be int, in [0, 2147483647], is 'two'"),
+    ("serve --prefill 257", "--prefill: [cluster] num_prefill must be in [0, 256], is 257"),
+]
+
+COMMANDS: Any = get_command(app)
+
+
+def numbers() -> Iterator[tuple[str, str]]:
+    """The command and the name of each option that is a number."""
+    for name, command in COMMANDS.commands.items():
+        for parameter in command.params:
+            kind = getattr(parameter, "metavar", None) or str(parameter.type_descriptor.annotation)
+            if parameter.param_type_name == "option" and ("int" in kind or "float" in kind):
+                yield name, parameter.opts[0]
+
+
+def refusal(*line: str) -> str:
+    with pytest.raises((typer.BadParameter, ConfigError)) as refused:
+        COMMANDS.main(line, standalone_mode=False)
+    error: Any = refused.value
+    return str(error) if isinstance(error, ConfigError) else str(error.format_message())
+
+
+def test_a_text_in_place_of_a_number_is_refused_with_the_name_of_its_option() -> None:
+    found = list(numbers())
+    assert len(found) > 90
+    for command, option in found:
+        for value in ("nonsense", "9" * 5000 + "x"):
+            said = refusal(command, option, value)
+            assert re.search(rf"{option}\b.*must be .{{1,300}}$", said), said
+
+
+def test_a_number_of_the_config_out_of_its_range_is_refused_with_flag_and_option() -> None:
+    for flag in FLAGS:
+        if not isinstance(flag.default, str):
+            for value in ("-99999999999", "1e30", "inf", "nan", "9" * 5000):
+                said = refusal("serve", f"--{flag.name}", value)
+                assert said.startswith(f"--{flag.name}: [{flag.table}] {flag.option} must be "), said
+
+
+@pytest.mark.parametrize(("line", "says"), NAMED)
+def test_a_wrong_value_is_refused_with_the_name_that_was_typed_and_the_limit(
+    line: str, says: str, tandem: Tandem
+) -> None:
+    ended = tandem(*line.split())
+    shown = " ".join(ended.err.replace("│", "").split())
+    assert ended.code in (1, 2)
+    assert says in shown.replace("Invalid value for ", "")
+
+
+@pytest.mark.parametrize(
+    "line", ["simulate --json FILE", "simulate --plot FILE", "check a --json FILE", "check a --junit FILE",
+             "calibrate FILE"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(line: str, tandem: Tandem, tmp_path: Path) -> None:
+    folder = tmp_path / "a.png"
+    folder.mkdir()
+    for file, reason in ((tmp_path / "nowhere" / "a.png", "does not exist"), (folder, "is a directory")):
+        ended = tandem(*(str(file) if word == "FILE" else word for word in line.split()))
+        assert (ended.code, ended.out) == (1, "")
+        assert ended.err.startswith("error: ")
+        assert reason in ended.err
+
+
+def test_a_file_without_a_span_is_no_trace_and_an_empty_one_has_no_request(tandem: Tandem, tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    file.write_text("")
+    assert tandem("trace", "--file", str(file)).code in (0, None)
+    file.write_text('{"x": 1}\n')
+    ended = tandem("trace", "--file", str(file))
+    assert (ended.code, ended.err.count("must have a span in each line")) == (1, 1)

@@ -10,6 +10,7 @@ import signal
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -46,8 +47,7 @@ def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None
     text = printed(name, tenant)
     (key,) = re.findall(r"shown only now: (tandem-\S+)", text)
     config = from_mapping(tomllib.loads(text))
-    found = ApiKeys(config.api_keys).find([("authorization", f"Bearer {key}")])
-    assert found is not None
+    found: Any = ApiKeys(config.api_keys).find([("authorization", f"Bearer {key}")])
     assert (found.name, found.effective_tenant) == (name, tenant or name)
     assert text.count(key) == 1
 

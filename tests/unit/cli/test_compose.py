@@ -37,6 +37,9 @@ def test_each_router_has_a_metrics_port_and_a_name_of_its_own() -> None:
     assert [router._telemetry.config.metrics_port for router in routers] == [9464, 9466]
     assert [router._router_id.partition(".")[0] for router in routers] == ["router-0", "router-2"]
     assert build_router(tiny_config(), PLACE)._telemetry.config.metrics_port == 0
+    beyond = tiny_config(telemetry=TelemetryConfig(metrics_port=65534))
+    with pytest.raises(ConfigError, match=r"metrics_port must be in \[0, 65535\], is 65536"):
+        build_router(beyond, PLACE)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +59,6 @@ def test_a_router_takes_the_sampling_of_the_model_unless_told_otherwise(tmp_path
     for option, expected in (("auto", {"temperature": 0.01, "top_k": 1}), ("none", {})):
         config = replace(tiny_config(), engine=EngineConfig(model=model, generation_config=option))
         assert build_router(config, PLACE)._parts.load_tokenizer().info.default_sampling == expected
-
-
-def test_a_metrics_port_beyond_the_last_port_is_an_error_that_names_it() -> None:
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=65534))
-    with pytest.raises(ConfigError, match=r"metrics_port must be in \[0, 65535\], is 65536"):
-        build_router(config, PLACE)
 
 
 def test_a_router_shares_the_claimed_port_and_is_alone_on_the_configured_one() -> None:
@@ -120,19 +117,15 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
     share: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[tuple[object, float]] = []
-
-    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float, **_: object) -> None:
-        given.append((limits, gpu_share))
-        raise ConfigError("no runner here")
-
+    build_runner = Mock(side_effect=ConfigError("no runner here"))
     monkeypatch.setattr("engine.factory.build_runner", build_runner)
     monkeypatch.setattr("engine.backend.choose_device", lambda wanted: torch.device(wanted.replace("auto", "cpu")))
     config = replace(tiny_config("random:llama-tiny"), scheduler=scheduler)
     build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), None)
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
-    assert given == [(on_gpu if gpus else on_cpu, share)]
+    assert build_runner.call_args.args[2] == (on_gpu if gpus else on_cpu)
+    assert build_runner.call_args.kwargs["gpu_share"] == share
 
 
 @pytest.mark.parametrize(

@@ -46,20 +46,18 @@ def test_a_token_of_the_config_stays_and_a_token_in_a_file_is_read_into_the_conf
     assert (secured.cluster_token, secured.cluster_token_file) == (TOKEN, "")
 
 
-def test_the_token_file_is_found_under_every_local_address_and_no_other() -> None:
+def test_the_token_file_is_found_under_every_local_address_and_no_other_and_read_by_this_user_alone(
+    tmp_path: Path,
+) -> None:
     with token_file(ROUTER, TOKEN):
+        (path,) = (tmp_path / "cache" / "tandem" / "tokens").iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         for address in (ROUTER, "localhost:50051", "0.0.0.0:50051", "[::1]:50051"):
             assert find_credentials(None, address).token == TOKEN
         for address in ("127.0.0.1:50052", "10.0.0.7:50051", "elsewhere:50051"):
             assert find_credentials(None, address).token == "", "the token was sent to another router"
     assert find_credentials(None, ROUTER).token == "", "the token file outlives its fleet"
-
-
-def test_only_this_user_can_read_the_token_file(tmp_path: Path) -> None:
-    with token_file(ROUTER, TOKEN):
-        (path,) = (tmp_path / "cache" / "tandem" / "tokens").iterdir()
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_an_old_token_file_is_replaced_and_no_link_is_followed(tmp_path: Path) -> None:

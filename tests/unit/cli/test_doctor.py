@@ -278,9 +278,7 @@ def fake_config(**parts: EngineConfig | TelemetryConfig | ClusterConfig) -> Tand
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[int]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         yield taken.getsockname()[1]
 
 
@@ -292,7 +290,10 @@ def test_the_error_for_a_taken_port_names_the_flag_that_changes_it() -> None:
             check_before_start(fake_config(telemetry=TelemetryConfig(metrics_port=port)), Console())
         with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*; choose another with --http$"):
             check_gateway(GatewayConfig(port=port))
-    check_port(RouterConfig(port=0))
+    with contextlib.closing(PortClaim("127.0.0.1", 0)) as claim:  # which routers of another fleet share
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{claim.port} .* --port"):
+            check_port(RouterConfig(port=claim.port))
+    check_port(RouterConfig(port=claim.port))
 
 
 def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,16 +307,6 @@ def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyP
     check_telemetry(config, 2)
     with pytest.raises(ConfigError, match=r"metrics on port 9003 .* --metrics-port"):
         check_telemetry(config, 3)
-
-
-def test_a_port_that_routers_of_another_fleet_share_is_taken() -> None:
-    claim = PortClaim("127.0.0.1", 0)
-    try:
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{claim.port} .* --port"):
-            check_port(RouterConfig(port=claim.port))
-    finally:
-        claim.close()
-    check_port(RouterConfig(port=claim.port))
 
 
 def test_the_error_for_an_unwritable_trace_file_names_its_option(tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 def config(directory: Path, engine: dict[str, Any] | None = None, **vllm: Any) -> TandemConfig:
     (directory / "config.json").write_text("{}")
-    tables = {"engine": {"name": "vllm", "model": str(directory)} | (engine or {}), "vllm": vllm}
-    return from_mapping(tables)
+    return from_mapping({"engine": {"name": "vllm", "model": str(directory)} | (engine or {}), "vllm": vllm})
 
 
 @pytest.mark.parametrize(

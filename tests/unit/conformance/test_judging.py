@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -214,8 +215,7 @@ def test_an_answer_of_the_control_is_no_fault_under_the_bound_measured_on_it(
     case: tuple[Answer, Answer, float],
 ) -> None:
     one, other, _ = case
-    measured = noise([(one, other)])
-    assert measured is not None
+    measured: Any = noise([(one, other)])
     assert compare(one, other, bound_of(measured)).match in (Match.SAME, Match.TIE)
 
 
@@ -229,8 +229,7 @@ def test_a_token_that_leads_by_more_than_the_bound_must_be_there_with_its_probab
     token = right.tokens[place]
     changed = data.draw(st.sampled_from([replace(token, text="other"), replace(token, logprob=-1.0)]))
     wrong = answer_of([*right.tokens[:place], changed, *right.tokens[place + 1 :]])
-    margin = right.tokens[place].margin
-    assert margin is not None
+    margin: Any = right.tokens[place].margin
     found = compare(right, wrong, bound)
     assert (found.match is Match.OTHER) == (margin > bound)
     assert found.match is not Match.OTHER or f"token {place} " in found.what

@@ -5,19 +5,108 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
-from core.errors import WorkerUnavailable
+from core.errors import ModelNotFound, TandemError, Unauthenticated, WorkerUnavailable
 from gateway.dashboard import feed, routes
-from tests.support.fake_fleet import FakeFleet, FakeFleets, make_summary
+from gateway.fleets import ModelUnknown
+from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 
-NOW_MS = 1.7e12
+SERVING = worker_pb2.WORKER_STATE_SERVING
 GONE = WorkerUnavailable("no router at 127.0.0.1:50051")
+
+
+@dataclass
+class FakeFleet:
+    """Set `failure` to make every call fail, `router_id` and `requests` to play another router."""
+
+    router_id: str = "router-0-aa"
+    address: str = "127.0.0.1:50051"
+    failure: TandemError | None = None
+    key: str = ""  # if set, the one authorization that is accepted
+    num_calls: int = 0
+    seen_metadata: list[tuple[str, str]] = field(default_factory=list)
+    requests: list[cluster_pb2.RequestSummary] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.workers = [make_worker(role) for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)]
+
+    async def fleet(self, metadata: Sequence[tuple[str, str]]) -> cluster_pb2.GetFleetResponse:
+        self._check(metadata)
+        own = cluster_pb2.FleetRouter(
+            router_id=self.router_id, address="127.0.0.1:50051", state=SERVING, num_queued=3, num_in_flight=9
+        )
+        other = cluster_pb2.FleetRouter(router_id="router-9-zz", address="127.0.0.1:50051", state=SERVING)
+        return cluster_pb2.GetFleetResponse(
+            workers=self.workers, routers=[own, other], num_queued=3, num_in_flight=9, wanted_prefill=2, wanted_decode=2
+        )
+
+    async def list_requests(
+        self, limit: int, after: int, metadata: Sequence[tuple[str, str]]
+    ) -> cluster_pb2.ListRequestsResponse:
+        self._check(metadata)
+        newer = [summary for summary in self.requests if summary.number > after]
+        return cluster_pb2.ListRequestsResponse(requests=newer[::-1][:limit])
+
+    async def get_trace(self, id: str, metadata: Sequence[tuple[str, str]]) -> cluster_pb2.Trace:
+        self._check(metadata)
+        found = [summary for summary in self.requests if id in (summary.request_id, summary.trace_id)]
+        if not found:
+            raise ModelNotFound(f"the router does not keep request {id!r}")
+        root = cluster_pb2.Span(name="tandem.request", process=self.router_id, duration_ms=found[0].total_ms)
+        pair = cluster_pb2.Candidate(prefill_worker="prefill-0", decode_worker="decode-0", chosen=True, cost_ms=36.5)
+        alone = cluster_pb2.Candidate(decode_worker="decode-0", cost_ms=73.0)
+        return cluster_pb2.Trace(requests=found, spans=[root], candidates=[pair, alone])
+
+    def _check(self, metadata: Sequence[tuple[str, str]]) -> None:
+        self.num_calls += 1
+        self.seen_metadata = list(metadata)
+        if self.failure is not None:
+            raise self.failure
+        if self.key and dict(metadata).get("authorization") != self.key:
+            raise Unauthenticated("authorization: an API key is needed")
+
+
+class FakeFleets:
+    """In the place of `gateway.fleets.Fleets`."""
+
+    def __init__(self, **clients: FakeFleet) -> None:
+        self._clients = clients
+
+    def listed(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, model=name) for name in self._clients]
+
+    def resolve(self, model: str) -> SimpleNamespace:
+        if model and model not in self._clients:
+            raise ModelUnknown(model, list(self._clients))
+        return SimpleNamespace(router=self._clients[model or next(iter(self._clients))])
+
+
+def make_worker(role: worker_pb2.WorkerRole) -> cluster_pb2.FleetWorker:
+    load = worker_pb2.LoadReport(
+        state=SERVING, num_decoding=4, decode_context=2000,
+        ledger=worker_pb2.Ledger(free=600, cached=200, held=120, leased=50, incoming=30),
+        step_cost=worker_pb2.StepCost(step_s=0.004, sequence_s=0.0005, context_s=1e-6),
+    )  # fmt: skip
+    return cluster_pb2.FleetWorker(worker_id=f"worker-{role}", role=role, state=SERVING, load=load)
+
+
+def make_summary(number: int, **changes: object) -> cluster_pb2.RequestSummary:
+    """A request that has ended."""
+    timings = inference_pb2.PhaseTimings(prefill_ms=40.0, transfer_ms=5.0, decode_ms=200.0)
+    summary = cluster_pb2.RequestSummary(
+        number=number, request_id=f"req-{number:04d}", trace_id=f"{number:032x}", total_ms=250.0, timings=timings,
+        arrived_at_unix_ms=1.7e12 + number, end="stop", path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
+    )  # fmt: skip
+    summary.MergeFrom(cluster_pb2.RequestSummary(**changes))  # type: ignore[arg-type]
+    return summary
 
 
 def app_over(**clients: FakeFleet) -> httpx.AsyncClient:
@@ -28,7 +117,7 @@ def app_over(**clients: FakeFleet) -> httpx.AsyncClient:
 
 @pytest.fixture
 def fleet() -> FakeFleet:
-    return FakeFleet(requests=[make_summary(number, NOW_MS + number) for number in range(1, 6)])
+    return FakeFleet(requests=[make_summary(number) for number in range(1, 6)])
 
 
 @pytest.fixture
@@ -63,7 +152,7 @@ async def test_viewers_with_many_keys_take_one_turn_of_the_loop_after_the_other(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the fleet has no keys, each of them opens a feed: twenty at once took 0.7 s of one turn."""
-    fleet.requests = [make_summary(number, NOW_MS + number) for number in range(1, feed.MAX_REQUESTS + 1)]
+    fleet.requests = [make_summary(number) for number in range(1, feed.MAX_REQUESTS + 1)]
     num_encoded, most_in_turn = 0, 0
 
     def encode(value: object) -> bytes:
@@ -136,22 +225,19 @@ async def test_the_fleet_is_told_worker_by_worker(client: httpx.AsyncClient, fle
 
 
 @pytest.mark.usefixtures("always_fresh")
-async def test_requests_come_once_and_in_order(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+async def test_requests_come_once_and_in_order_and_a_new_router_starts_its_count_again(
+    client: httpx.AsyncClient, fleet: FakeFleet
+) -> None:
     first = (await client.get("/dashboard/api/requests")).json()
     assert [request["number"] for request in first["requests"]] == [1, 2, 3, 4, 5]
     assert first["requests"][0]["phases"]["prefill_ms"] > 0
     assert first["requests"][0]["path"] == "disaggregated"
-    fleet.requests.append(make_summary(6, NOW_MS, end="unavailable"))
+    fleet.requests.append(make_summary(6, end="unavailable"))
     after = {"router": first["router"], "after": 5}
     second = (await client.get("/dashboard/api/requests", params=after)).json()
     assert [(request["number"], request["end"]) for request in second["requests"]] == [(6, "unavailable")]
-
-
-@pytest.mark.usefixtures("always_fresh")
-async def test_a_new_router_starts_its_count_again(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
-    old = (await client.get("/dashboard/api/requests")).json()["router"]
-    fleet.router_id, fleet.requests = "router-0-bb", [make_summary(1, NOW_MS)]
-    found = (await client.get("/dashboard/api/requests", params={"router": old, "after": 5})).json()
+    fleet.router_id, fleet.requests = "router-0-bb", [make_summary(1)]
+    found = (await client.get("/dashboard/api/requests", params=after)).json()
     assert found["router"] == "router-0-bb"
     assert [request["number"] for request in found["requests"]] == [1]
 

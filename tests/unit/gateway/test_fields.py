@@ -71,14 +71,11 @@ def test_a_field_with_a_warning_gives_its_reason() -> None:
      ("tempreture", 1, "unknown_parameter"), ("tempreture", None, "unknown_parameter")],
 )  # fmt: skip
 def test_a_refused_field_is_named(name: str, value: Any, code: str) -> None:
-    with pytest.raises(ApiError, match=f"^{name}: ") as caught:
-        check_extra({name: value}, COMPLETION)
-    assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, code)
-
-
-def test_a_path_precedes_the_name() -> None:
-    with pytest.raises(ApiError, match=r"^messages\[2\]\.mood: unknown field"):
-        check_extra({"mood": 1}, {}, "messages[2].")
+    for path in ("", "a[2]."):
+        with pytest.raises(ApiError) as caught:
+            check_extra({name: value}, COMPLETION, path)
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, path + name, code)
+        assert caught.value.message.startswith(f"{path}{name}: ")
 
 
 def schemas_under(schema: type[Schema]) -> Iterator[type[Schema]]:
@@ -117,13 +114,6 @@ def test_null_means_not_set_for_every_field_that_may_be_left_out() -> None:
         (FunctionToolParam, ResponseTool, TOOL),
     ],
 )
-def test_every_field_of_openais_client_has_a_place(parameters: Any, schema: Any, rules: dict[str, FieldRule]) -> None:
+def test_every_field_of_openais_client_has_one_place(parameters: Any, schema: Any, rules: dict[str, FieldRule]) -> None:
     assert not set(parameters.__annotations__) - set(schema.model_fields) - set(rules)
-
-
-@pytest.mark.parametrize(
-    ("schema", "rules"),
-    [(ChatBody, CHAT), (CompletionBody, COMPLETION), (ResponsesBody, RESPONSES)],
-)
-def test_no_field_of_a_schema_has_a_rule_as_well(schema: Any, rules: dict[str, FieldRule]) -> None:
     assert not set(schema.model_fields) & set(rules)

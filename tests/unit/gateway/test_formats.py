@@ -15,7 +15,7 @@ from gateway.formats.chat import ChatChunks
 from gateway.formats.chunks import DONE
 from gateway.formats.completion import CompletionChunks
 from gateway.formats.encoded import EncodedValue, json_pieces
-from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
+from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs
 from gateway.formats.responses import ResponseEvents
 from gateway.formats.usage import UsageSum
 from gateway.routes.answering import AnswerCollector, ObjectResponse
@@ -190,8 +190,7 @@ def test_only_a_model_that_has_called_a_tool_ends_with_tool_calls(
 
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
 def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any) -> None:
-    event = end(stop_match=match)
-    assert HEAD.stop_reason(event) == reason
+    assert HEAD.stop_reason(end(stop_match=match)) == reason
 
 
 def test_a_filtered_choice_ends_in_every_form() -> None:
@@ -201,8 +200,7 @@ def test_a_filtered_choice_ends_in_every_form() -> None:
     assert chat[-1]["choices"][0]["finish_reason"] == text[-1]["choices"][0]["finish_reason"] == "content_filter"
     (whole,) = object_of(ChatChunks(HEAD), events)["choices"]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("a", "content_filter")
-    response = object_of(ResponseEvents(HEAD, {}), events)
-    assert response["incomplete_details"] == {"reason": "content_filter"}
+    assert object_of(ResponseEvents(HEAD, {}), events)["incomplete_details"] == {"reason": "content_filter"}
 
 
 def test_a_prompt_counts_once_however_many_choices_continue_it_and_whichever_a_guardrail_ends() -> None:
@@ -216,17 +214,12 @@ def test_a_prompt_counts_once_however_many_choices_continue_it_and_whichever_a_g
     assert usage.responses()["total_tokens"] == 18
 
 
-def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
-    assert token_text("ß".encode()) == "ß"
-    assert token_text(b"\xc3") == "bytes:\\xc3"
-
-
-def test_offsets_count_the_characters_of_the_text() -> None:
-    entries = [TokenLogprobs(logprob=-1, token=part) for part in (b"a", b"\xc3", b"\x9f", b"b")]
+def test_offsets_count_the_characters_of_the_text_and_a_part_of_one_is_named_by_its_bytes() -> None:
+    entries = [TokenLogprobs(logprob=-1, token=part) for part in ("ß".encode(), b"\xc3", b"\x9f", b"b")]
     columns = CompletionLogprobs(10).take(entries)
     assert columns["text_offset"] == [10, 11, 11, 12]
     assert columns["token_logprobs"] == [-1] * 4
-    assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\x9f", "b"]
+    assert columns["tokens"] == ["ß", "bytes:\\xc3", "bytes:\\x9f", "b"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

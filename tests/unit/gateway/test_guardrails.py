@@ -94,11 +94,6 @@ async def test_a_guardrail_that_fails_on_an_output_ends_it(answer: Any, caplog: 
     assert "the guardrail" in caplog.text
 
 
-async def test_a_refusal_of_the_guardrail_reaches_the_client_as_it_is() -> None:
-    with pytest.raises(Refused, match="no such words"):
-        await GuardedOutput(Scripted(pushed=Refused("no such words")), []).push("text")
-
-
 async def test_a_guardrail_that_never_answers_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(Scripted):
         async def push(self, _: str) -> str:
@@ -239,15 +234,13 @@ CHUNKS = [
 ]
 
 
-class RecordingOutput:
+class RecordingOutput(Scripted):
     """A guardrail that changes nothing, and refuses outputs with a given word."""
 
     def __init__(self, refused: str = "") -> None:
+        super().__init__()
         self.parts: list[str] = []
         self._refused = refused
-
-    async def check_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages
 
     def open_output(self, _: Sequence[Message]) -> RecordingOutput:
         self.parts.append("")
@@ -258,9 +251,6 @@ class RecordingOutput:
         if self._refused and self._refused in self.parts[-1]:
             raise Refused("no such words")
         return text
-
-    async def finish(self) -> str:
-        return ""
 
 
 async def test_text_names_and_arguments_are_masked_and_keep_their_order() -> None:
@@ -280,8 +270,7 @@ async def test_text_names_and_arguments_are_masked_and_keep_their_order() -> Non
 async def test_each_part_is_an_output_of_its_own() -> None:
     guardrail = RecordingOutput()
     choice = GuardedChoice(guardrail, [])
-    passed = [await choice.push(chunk) for chunk in CHUNKS]
-    assert passed == CHUNKS, "nothing is changed, so nothing waits"
+    assert [await choice.push(chunk) for chunk in CHUNKS] == CHUNKS, "nothing is changed, so nothing waits"
     assert guardrail.parts == [
         "I write to bob@example.com", "mail@example.com", '{"to": "eve@example.com"}', "Done", "f", "{}"
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from core.errors import InvalidRequest
-from gateway.errors import ApiError
+from gateway.errors import ApiError, api_error
 from gateway.field_names import named
 from gateway.routes import chat as chat_route
 from gateway.routes import tokens
@@ -125,7 +125,8 @@ def test_a_wrong_field_of_a_tool_is_named_with_its_path() -> None:
     for more, param in (({"mood": 1}, "mood"), ({"function": {"name": "add", "mood": 1}}, "function.mood")):
         tool = TOOL | more
         assert param_of(lambda: wire_tools(chat(tools=[tool]).tools, "auto")) == f"tools[0].{param}"  # noqa: B023
-    for of_a_response, param in (({"name": 5}, "name"), ({}, "name"), ({"name": "a", "parameters": []}, "parameters")):
+    odd: Any = {"name": 5}, {}, {"name": "a", "parameters": []}, {"name": "a", "x": 1}
+    for of_a_response, param in zip(odd, ("name", "name", "parameters", "x"), strict=True):
         tools = [{"type": "function", "name": "a"}, {"type": "function"} | of_a_response]
         body = ResponsesBody.model_validate({"input": "a", "tools": tools})
         assert param_of(lambda: response_tools(body)) == f"tools[1].{param}"  # noqa: B023
@@ -285,10 +286,15 @@ def test_the_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
     assert CompletionBody.model_validate({"prompt": prompt}).prompt == prompts
 
 
-@pytest.mark.parametrize("prompt", [[], {}, 1, [1, 2**32], [-1], [True], [["a"]], [1.0], ["a"] * (MAX_PROMPTS + 1)])
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], {}, 1, [1, 2**32], [-1], [True], [[True]], [["a"]], [1.0], [1.5], [[1], 2], ["a", None],
+     ["a"] * (MAX_PROMPTS + 1)],
+)  # fmt: skip
 def test_a_prompt_in_no_form_is_refused(prompt: Any) -> None:
-    with pytest.raises(ValidationError, match=r"must be a text(,| or) |must have at most"):
-        CompletionBody.model_validate({"prompt": prompt})
+    with pytest.raises(ValidationError, match=r"must be a text(,| or) |must have at most") as caught:
+        CompletionBody.model_validate_json(json.dumps({"prompt": prompt}))
+    assert api_error(caught.value).param == "prompt"
     assert CompletionBody.model_validate({"prompt": [0, 2**32 - 1]}).prompt == [[0, 2**32 - 1]]
 
 

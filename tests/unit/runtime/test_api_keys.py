@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,19 +59,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("method", "nothing", "user", "operator", "token"), TABLE)
-def test_what_each_caller_may_call(
-    method: str,
-    nothing: type[Exception] | None,
-    user: type[Exception] | None,
-    operator: type[Exception] | None,
-    token: type[Exception] | None,
-) -> None:
-    keys = ApiKeys(KEYS, TOKEN)
-    assert outcome(keys, method, []) is nothing
-    assert outcome(keys, method, bearer(USER)) is user
-    assert outcome(keys, method, bearer(OPERATOR)) is operator
-    assert outcome(keys, method, [(TOKEN_KEY, TOKEN)]) is token
+@pytest.mark.parametrize("row", TABLE, ids=[method for method, *_ in TABLE])
+def test_what_each_caller_may_call(row: tuple[Any, ...]) -> None:
+    method, *outcomes = row
+    callers: list[Headers] = [[], bearer(USER), bearer(OPERATOR), [(TOKEN_KEY, TOKEN)]]
+    assert [outcome(ApiKeys(KEYS, TOKEN), method, caller) for caller in callers] == outcomes
 
 
 @pytest.mark.parametrize("method", [GET_FLEET, SCALE])

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +28,27 @@ from runtime.shared_port import PortClaim
 from tests.support.limits import no_more_descriptors
 
 MESSAGE_BYTES = 1 << 20
+SERVICE = "some.other.Protocol"
 
 
-def server_at(host: str) -> GrpcServer:
-    return GrpcServer(host, 0, MESSAGE_BYTES, OPEN, ServerRules((), require_client_certs=False))
+def server_at(host: str, port: int = 0, shares_port: bool = False, keys: tuple[ApiKeyConfig, ...] = ()) -> GrpcServer:
+    rules = ServerRules((), require_client_certs=False, api_keys=keys)
+    return GrpcServer(host, port, MESSAGE_BYTES, OPEN, rules, shares_port)
+
+
+@contextlib.asynccontextmanager
+async def serving(handlers: dict[str, Any], server: GrpcServer | None = None) -> AsyncIterator[str]:
+    """The address of a server with these methods of `SERVICE`."""
+
+    def register(_: Any, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    server = server or server_at("127.0.0.1")
+    server.add(register, None, SERVICE)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0.0)
 
 
 async def test_the_error_for_an_address_of_another_machine_says_that_this_machine_lacks_it() -> None:
@@ -60,23 +77,14 @@ async def test_an_abort_of_a_call_that_is_over_ends_its_handler_as_any_other_abo
         with grpc.insecure_channel(address) as channel:
             grpc.channel_ready_future(channel).result(60.0)  # the call is to reach its handler in time
             with pytest.raises(grpc.RpcError) as failed:
-                channel.unary_unary("/a.Service/late", None, None)(b"", timeout=1.0)
+                channel.unary_unary(f"/{SERVICE}/late", None, None)(b"", timeout=1.0)
         return failed.value.code()  # type: ignore[attr-defined, no-any-return]
 
-    def register(_: Any, server: grpc.aio.Server) -> None:
-        handlers = {"late": grpc.unary_unary_rpc_method_handler(late)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", handlers),))
-
-    server = server_at("127.0.0.1")
-    server.add(register, None, "a.Service")
-    address = await server.start()
-    try:
+    async with serving({"late": grpc.unary_unary_rpc_method_handler(late)}) as address:
         assert await asyncio.to_thread(call, address) is grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(30.0):
             while not raised:
                 await asyncio.sleep(0.01)
-    finally:
-        await server.stop(0.0)
     assert raised == [grpc.aio.AbortError]
 
 
@@ -108,7 +116,6 @@ async def test_a_cancelled_stop_is_cancelled_and_the_server_stops_nevertheless()
 
 KEY = "tandem-key-of-a-test"
 TOKEN = "the-token-of-this-cluster"
-SERVICE = "some.other.Protocol"
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
@@ -136,9 +143,8 @@ class Echo:
             yield request
 
 
-def register(echo: Any, server: grpc.aio.Server) -> None:
-    handlers = {kind: getattr(grpc, f"{kind}_rpc_method_handler")(getattr(echo, kind)) for kind in KINDS}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+def handlers_of(echo: Echo, **codec: Any) -> dict[str, Any]:
+    return {kind: getattr(grpc, f"{kind}_rpc_method_handler")(getattr(echo, kind), **codec) for kind in KINDS}
 
 
 @pytest.fixture
@@ -153,19 +159,16 @@ def refusals() -> list[TandemError]:
 
 @pytest_asyncio.fixture
 async def channel(echo: Echo, refusals: list[TandemError]) -> AsyncIterator[grpc.Channel]:
-    rules = ServerRules((), require_client_certs=False, api_keys=(ApiKeyConfig(name="test", sha256=hash_of(KEY)),))
-    server = GrpcServer("127.0.0.1", 0, 1 << 20, OPEN, rules)
+    server = server_at("127.0.0.1", keys=(ApiKeyConfig(name="test", sha256=hash_of(KEY)),))
     server.on_refused = refusals.append
-    server.add(register, echo, SERVICE)
-    address = await server.start()
-    with grpc.insecure_channel(address) as opened:
-        yield opened
-    await server.stop(0.0)
+    async with serving(handlers_of(echo), server) as address:
+        with grpc.insecure_channel(address) as opened:
+            yield opened
 
 
-def answer(channel: grpc.Channel, kind: str, key: str) -> bytes:
+def answer(channel: grpc.Channel, kind: str, message: bytes, key: str = KEY) -> bytes:
     call = getattr(channel, kind)(f"/{SERVICE}/{kind}")
-    request = iter([b"hello"]) if kind.startswith("stream") else b"hello"
+    request = iter([message]) if kind.startswith("stream") else message
     made = call(request, timeout=10.0, metadata=[("authorization", f"Bearer {key}")])
     return next(made) if kind.endswith("_stream") else made  # type: ignore[no-any-return]
 
@@ -174,9 +177,9 @@ def answer(channel: grpc.Channel, kind: str, key: str) -> bytes:
 async def test_a_call_of_any_kind_needs_a_key(
     channel: grpc.Channel, echo: Echo, refusals: list[TandemError], kind: str
 ) -> None:
-    assert await asyncio.to_thread(answer, channel, kind, KEY) == b"hello"
+    assert await asyncio.to_thread(answer, channel, kind, b"hello") == b"hello"
     with pytest.raises(grpc.RpcError) as caught:
-        await asyncio.to_thread(answer, channel, kind, "tandem-another-key")
+        await asyncio.to_thread(answer, channel, kind, b"hello", "tandem-another-key")
     refused: Any = caught.value
     assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
     pairs = refused.trailing_metadata()
@@ -188,9 +191,7 @@ async def test_calls_without_a_message_are_bounded_and_one_that_ends_makes_room(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_server, "MAX_OPEN_CALLS", 2)
-    server = server_at("127.0.0.1")
-    server.add(register, echo, SERVICE)
-    async with grpc.aio.insecure_channel(await server.start()) as opened:
+    async with serving(handlers_of(echo)) as address, grpc.aio.insecure_channel(address) as opened:
         channel: Any = opened  # the stubs want serializers
         make = channel.stream_stream(f"/{SERVICE}/stream_stream")
         first, second = make(), make()
@@ -206,43 +207,28 @@ async def test_calls_without_a_message_are_bounded_and_one_that_ends_makes_room(
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     assert await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"hello") == b"hello"
                     break
-    await server.stop(0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_message_that_cannot_be_decoded_has_an_error_with_a_type_and_no_line_of_the_log(
     kind: str, echo: Echo, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def register_decoding(echo: Any, server: grpc.aio.Server) -> None:
-        decodes: dict[str, Any] = {
-            "request_deserializer": health_pb2.HealthCheckRequest.FromString,
-            "response_serializer": health_pb2.HealthCheckRequest.SerializeToString,
-        }
-        handlers = {kind: getattr(grpc, f"{kind}_rpc_method_handler")(getattr(echo, kind), **decodes)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-    def call(channel: grpc.Channel, message: bytes) -> bytes:
-        made = getattr(channel, kind)(f"/{SERVICE}/{kind}")
-        answered = made(iter([message]) if kind.startswith("stream") else message, timeout=10.0)
-        return next(answered) if kind.endswith("_stream") else answered  # type: ignore[no-any-return]
+    message = health_pb2.HealthCheckRequest
+    good = message(service="a").SerializeToString()
 
     def compare(address: str) -> None:
         with grpc.insecure_channel(address) as channel:
-            assert call(channel, good := health_pb2.HealthCheckRequest(service="a").SerializeToString()) == good
+            assert answer(channel, kind, good) == good
             for odd in (b"\xff", b"\x0a\x01\xff"):
                 with pytest.raises(grpc.RpcError, match=r"request: Error parsing message with type 'grpc") as caught:
-                    call(channel, odd)
+                    answer(channel, kind, odd)
                 refused: Any = caught.value
                 assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert dict(refused.trailing_metadata())[FIELD_KEY] == "request"
 
-    server = server_at("127.0.0.1")
-    server.add(register_decoding, echo, SERVICE)
-    address = await server.start()
-    try:
+    decoding = handlers_of(echo, request_deserializer=message.FromString, response_serializer=message.SerializeToString)
+    async with serving(decoding) as address:
         await asyncio.to_thread(compare, address)
-    finally:
-        await server.stop(0.0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -268,24 +254,12 @@ async def test_a_protected_method_needs_exactly_the_token(tokens: list[str | byt
 # ---- A claimed port belongs to the claim and to servers that share it; every other claim fails.
 
 
-@contextlib.contextmanager
-def claimed(host: str = "127.0.0.1", port: int = 0) -> Iterator[PortClaim]:
-    claim = PortClaim(host, port)
-    try:
-        yield claim
-    finally:
-        claim.close()
+def claimed(host: str = "127.0.0.1", port: int = 0) -> contextlib.closing[PortClaim]:
+    return contextlib.closing(PortClaim(host, port))
 
 
-def server_on(port: int, shares_port: bool) -> GrpcServer:
-    rules = ServerRules((), require_client_certs=False)
-    return GrpcServer("127.0.0.1", port, MESSAGE_BYTES, OPEN, rules, shares_port)
-
-
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    with pytest.raises(OSError, match="in use"):
-        yield
+def refused() -> pytest.RaisesExc[OSError]:
+    return pytest.raises(OSError, match="in use")
 
 
 def test_a_claimed_port_cannot_be_claimed_again_until_the_claim_ends() -> None:
@@ -335,10 +309,7 @@ def test_of_many_claims_at_the_same_time_one_succeeds(repetition: int) -> None:
 
 
 def test_connections_of_an_earlier_server_do_not_keep_the_port_from_being_claimed() -> None:
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 0))
-        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             connection, _ = server.accept()
@@ -370,7 +341,7 @@ def has_address(host: str) -> bool:
 
 async def test_several_servers_share_a_claimed_port_and_the_claim_takes_no_connection() -> None:
     with claimed() as claim:
-        servers = [server_on(claim.port, shares_port=True) for _ in range(2)]
+        servers = [server_at("127.0.0.1", claim.port, shares_port=True) for _ in range(2)]
         for server in servers:
             assert await server.start() == claim.address
         await servers[1].set_serving(False)
@@ -381,10 +352,10 @@ async def test_several_servers_share_a_claimed_port_and_the_claim_takes_no_conne
 
 async def test_a_server_that_does_not_share_its_port_cannot_start_beside_one_that_does() -> None:
     with claimed() as claim:
-        server = server_on(claim.port, shares_port=True)
+        server = server_at("127.0.0.1", claim.port, shares_port=True)
         await server.start()
         with pytest.raises(ConfigError, match="the port is taken"):
-            await server_on(claim.port, shares_port=False).start()
+            await server_at("127.0.0.1", claim.port).start()
         await server.stop(0.0)
 
 

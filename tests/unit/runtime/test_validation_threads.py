@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -43,15 +45,23 @@ def gate():  # type: ignore[no-untyped-def]
     gate.set()
 
 
-async def test_a_refused_input_goes_with_its_exception_without_a_garbage_collection(pool: ValidationThreads) -> None:
-    class Body:
-        pass
+@contextlib.asynccontextmanager
+async def busy(pool: ValidationThreads, gate: threading.Event, num_calls: int = NUM_LONG) -> AsyncIterator[None]:
+    """Long calls of a client until the end of the block, which opens the gate."""
+    calls = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(num_calls)]
+    await asyncio.sleep(0)
+    yield
+    assert not any(call.done() for call in calls)
+    gate.set()
+    assert await asyncio.gather(*calls) == [True] * num_calls
 
-    def refuse(_: Body) -> None:
+
+async def test_a_refused_input_goes_with_its_exception_without_a_garbage_collection(pool: ValidationThreads) -> None:
+    def refuse(_: _Prompt) -> None:
         raise InvalidRequest("text", "no")
 
-    async def read() -> weakref.ref[Body]:
-        body = Body()
+    async def read() -> weakref.ref[_Prompt]:
+        body = _Prompt()
         with pytest.raises(InvalidRequest):
             await pool.run(CLIENT, 5.0, LONG, refuse, body)
         return weakref.ref(body)
@@ -89,23 +99,19 @@ async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
     del call  # its traceback has the future
     gate.set()
     await asyncio.to_thread(ended.wait, 5.0)
-    for _ in range(10):  # the exception reaches the loop after `ended`
-        await asyncio.sleep(0.01)
-        gc.collect()
+    await asyncio.sleep(0.1)  # the exception reaches the loop after `ended`
+    gc.collect()
     assert caplog.text == ""
 
 
 async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(
     pool: ValidationThreads, gate: threading.Event
 ) -> None:
-    calls = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 2)]
-    await asyncio.sleep(0)
     message = f"{NUM_LONG + 2} requests wait for validation, .* max_queued is {MAX_PENDING}"
-    with pytest.raises(QueueFull, match=message) as refused:
-        await pool.run(CLIENT, 20.0, LONG, max, 1, 2)
-    assert refused.value.retry_after_s > 0
-    gate.set()
-    assert await asyncio.gather(*calls) == [True] * len(calls)
+    async with busy(pool, gate, NUM_LONG + 2):
+        with pytest.raises(QueueFull, match=message) as refused:
+            await pool.run(CLIENT, 20.0, LONG, max, 1, 2)
+        assert refused.value.retry_after_s > 0
     assert await pool.run(CLIENT, 20.0, LONG, max, 1, 2) == 2
 
 
@@ -146,12 +152,9 @@ async def test_the_smallest_bounds_let_one_call_in(max_pending: int) -> None:
 
 async def test_a_call_that_waits_past_its_deadline_never_runs(pool: ValidationThreads, gate: threading.Event) -> None:
     ran = threading.Event()
-    busy = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
-    await asyncio.sleep(0)
-    with pytest.raises(DeadlineExceeded, match="before the request was validated"):
-        await pool.run(CLIENT, 0.05, LONG, ran.set)
-    gate.set()
-    await asyncio.gather(*busy)
+    async with busy(pool, gate):
+        with pytest.raises(DeadlineExceeded, match="before the request was validated"):
+            await pool.run(CLIENT, 0.05, LONG, ran.set)
     assert await pool.run(CLIENT, 20.0, LONG, max, 1, 2) == 2
     assert not ran.is_set()
 
@@ -159,32 +162,26 @@ async def test_a_call_that_waits_past_its_deadline_never_runs(pool: ValidationTh
 async def test_a_call_that_ends_early_leaves_nothing_in_the_queue(
     pool: ValidationThreads, gate: threading.Event
 ) -> None:
-    busy = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
-    await asyncio.sleep(0)
     late, cancelled = _Prompt(), _Prompt()
     gone = [weakref.ref(late), weakref.ref(cancelled)]
-    with pytest.raises(DeadlineExceeded):
-        await pool.run(CLIENT, 0.01, LONG, id, late)
-    call = asyncio.create_task(pool.run(CLIENT, 20.0, LONG, id, cancelled))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    del late, cancelled, call
-    await asyncio.sleep(0)  # this task's last step holds the exception, whose traceback holds the arguments
-    gc.collect()
-    assert [prompt() for prompt in gone] == [None, None]  # while every thread is still busy
-    assert not pool._long.free_threads._waiting
-    gate.set()
-    await asyncio.gather(*busy)
+    async with busy(pool, gate):
+        with pytest.raises(DeadlineExceeded):
+            await pool.run(CLIENT, 0.01, LONG, id, late)
+        call = asyncio.create_task(pool.run(CLIENT, 20.0, LONG, id, cancelled))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        del late, cancelled, call
+        await asyncio.sleep(0)  # this task's last step holds the exception, whose traceback holds the arguments
+        gc.collect()
+        assert [prompt() for prompt in gone] == [None, None]
+        assert not pool._long.free_threads._waiting
 
 
 async def test_close_waits_for_no_call(pool: ValidationThreads, gate: threading.Event) -> None:
-    call = asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait))
-    await asyncio.sleep(0)
-    pool.close()
-    gate.set()
-    assert await call
+    async with busy(pool, gate):
+        pool.close()
 
 
 async def test_a_thread_is_free_again_only_when_its_function_has_ended(
@@ -212,12 +209,8 @@ async def test_a_thread_is_free_again_only_when_its_function_has_ended(
 
 
 async def test_a_short_call_does_not_wait_for_long_ones(pool: ValidationThreads, gate: threading.Event) -> None:
-    busy = [asyncio.create_task(pool.run(CLIENT, 20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 1)]
-    await asyncio.sleep(0)
-    assert await pool.run(CLIENT, 20.0, SHORT, max, 1, 2) == 2
-    assert not any(call.done() for call in busy)
-    gate.set()
-    await asyncio.gather(*busy)
+    async with busy(pool, gate, NUM_LONG + 1):
+        assert await pool.run(CLIENT, 20.0, SHORT, max, 1, 2) == 2
 
 
 @pytest.mark.parametrize(("num_cores", "most"), [(1, 1), (2, 1), (4, 1), (8, 2), (256, MAX_LONG_CALLS)])
@@ -251,7 +244,6 @@ async def turns() -> None:
 
 
 STEPS = st.tuples(st.sampled_from(["call", "end", "cancel", "end and cancel", "turn"]), st.integers(0, 7))
-
 
 OWNERS = [("here", ""), ("here", "key"), ("here", "other"), ("there", ""), ("there", "key")]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,14 @@ from core.cost.step_cost import StepCost
 from simulator.advice import goodput
 from simulator.advice.advice import MAX_GPUS, Advice, Contest, Verdict, advise, group_of
 from simulator.advice.goodput import AdviceRefused, Load, Search, Slo, load_of
+from simulator.advice.histograms import Histogram, load_of_histograms
 from simulator.advice.pools import MAX_RUNNING, Fleet, Handoff, Job, Served, Worker, WorkerKind
 from simulator.advice.shapes import CostModel, Scenario, Shape, scaled_widths, split_shapes, undivided_shapes
 from simulator.calibration.costs import BUILT_IN, built_in_widths
 from simulator.replay.replay import Replay
 from simulator.replay.replay_config import ReplayConfig
 from simulator.replay.replay_result import percentile, rising
+from simulator.replay.trace_rows import MAX_TOKENS
 from simulator.replay.workloads import Synthetic, synthetic
 
 COST = StepCost(step_s=0.01, sequence_s=1e-4, context_s=1e-7, token_s=1e-4, pair_s=1e-9)
@@ -184,13 +187,11 @@ def gaps_of(jobs: list[Job], times: list[float], budget: int) -> list[tuple[floa
 
 def test_at_most_so_many_sequences_run_and_the_others_wait() -> None:
     served = fleet(1, pool_tokens=10**9).run([Job(1, 0, 100)] * (MAX_RUNNING + 1), [0.0] * (MAX_RUNNING + 1))
-    late = [one.ttft_s for one in served]
-    assert sum(ttft_s > 1.0 for ttft_s in late) == 1
+    assert sum(one.ttft_s > 1.0 for one in served) == 1
 
 
 def test_the_kv_of_a_long_prompt_delays_the_second_token() -> None:
-    split = fleet(1, 1)
-    [one] = split.run([Job(10_000, 0, 2)], [0.0])
+    [one] = fleet(1, 1).run([Job(10_000, 0, 2)], [0.0])
     assert one.tpot_s == pytest.approx(10_000 * 1000 / 1e9 + 1e-4 + COST.step_s + COST.sequence_s + 1e-3, rel=0.01)
 
 
@@ -292,17 +293,11 @@ def test_a_verdict_holds_in_every_scenario_or_is_undecided(pairs: list[tuple[flo
 
 
 def test_long_prompts_and_tight_gaps_are_split() -> None:
-    assert advise(load(16_000, 200), MODEL, Slo(2.0, 0.009), 4).verdict is Verdict.SPLIT
-
-
-def test_prompts_that_fill_both_gpus_are_not() -> None:
-    advice = advise(load(4000, 50), MODEL, Slo(5.0, 0.2), 2)
-    assert advice.verdict is Verdict.DO_NOT_SPLIT
-    undivided, split = advice.best_of(is_split=False), advice.best_of(is_split=True)
-    assert undivided is not None
-    assert split is not None
-    assert undivided.low is not None
-    assert undivided.low <= undivided.goodput <= (undivided.high or 0.0)
+    advice = advise(load(16_000, 200), MODEL, Slo(2.0, 0.009), 4)
+    assert advice.verdict is Verdict.SPLIT
+    for is_split in (False, True):
+        best: Any = advice.best_of(is_split=is_split)
+        assert best.low <= best.goodput <= best.high
 
 
 @pytest.mark.parametrize(("num_gpus", "group"), [(2, 2), (13, 13), (16, 16), (48, 16), (36, 12), (1000, 10)])
@@ -344,3 +339,84 @@ def test_a_job_needs_a_token_to_compute_and_one_to_return() -> None:
 def test_a_request_with_one_token_has_no_gap() -> None:
     assert Served(0.0, 1.0, 1, 0.5, None).within(0.5, 0.001)
     assert not Served(0.0, 1.0, 2, 0.5, 0.002).within(0.5, 0.001)
+
+
+# ---- A load from histograms: its means are those of the server, and its lengths those of the buckets.
+
+buckets = st.lists(st.tuples(st.floats(0.1, 1e4), st.integers(0, 1000)), min_size=1, max_size=12)
+
+
+@given(buckets, st.booleans(), st.floats(0.5, 1e6), st.integers(1, 300))
+def test_lengths_are_whole_rising_and_of_the_known_mean(
+    found: list[tuple[float, int]], is_open: bool, mean: float, num: int
+) -> None:
+    bounds, counts = list(accumulate(width for width, _ in found)), list(accumulate(count for _, count in found))
+    if is_open:
+        bounds[1:], counts[1:] = [*bounds[1:], math.inf], [*counts[1:], counts[-1] + 5]
+    if not counts[-1]:
+        counts[-1] = 1
+    lengths = Histogram("h", bounds, counts, mean * counts[-1]).lengths(num)
+    assert len(lengths) == num
+    assert lengths == sorted(lengths)
+    assert 1 <= lengths[0] <= lengths[-1] <= MAX_TOKENS
+    if lengths[-1] < MAX_TOKENS:
+        assert mean - 0.51 <= sum(lengths) / num <= mean + 1.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0), st.floats(0.0)), min_size=1, max_size=4).map(sorted),
+    st.floats(0.0) | st.floats(0.5, 1e3),
+    st.integers(1, 50),
+)
+def test_what_is_a_histogram_has_lengths(found: list[tuple[float, float]], mean: float, num: int) -> None:
+    """From the smallest to the largest floats, and infinity."""
+    bounds, counts = [bound for bound, _ in found], sorted(count for _, count in found)
+    try:
+        histogram = Histogram("h", bounds, counts, mean * counts[-1])
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    assert refused.startswith("h ") or all(1 <= length <= MAX_TOKENS for length in histogram.lengths(num))
+
+
+def test_a_bucket_has_its_share_of_the_requests() -> None:
+    lengths = Histogram("h", (100.0, 200.0, math.inf), (10.0, 40.0, 50.0), 50 * 140.0).lengths(50)
+    shown = [sum(low < length <= high for length in lengths) for low, high in ((0, 100), (100, 199), (199, 201))]
+    assert shown == [10, 30, 10]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "counts", "total", "message"),
+    [
+        ((), (), 1.0, "h is no histogram"),
+        ((1.0, 1.0), (1.0, 2.0), 1.0, "h is no histogram"),
+        ((0.0, 1.0), (1.0, 2.0), 1.0, "h is no histogram"),
+        ((math.nan, 1.0), (1.0, 2.0), 1.0, "h is no histogram"),
+        ((1.0, 2.0), (2.0, 1.0), 1.0, "h is no histogram"),
+        ((1.0, 2.0), (2.0,), 1.0, "h is no histogram"),
+        ((1.0, 2.0), (0.0, 0.0), 1.0, "h has 0 requests with 1 tokens"),
+        ((1.0, 2.0), (0.0, 5.0), math.inf, "h has 5 requests with inf tokens"),
+        ((1.0, 2.0), (0.0, 500.0), 0.0, r"h has 500 requests with 0 tokens: their mean must be in \[0.5, 4,000,000\]"),
+        ((1.0, 1e308), (1.0, 2.0), 9.0, "h must have bounds in"),
+        ((1e-9, 2.0), (1.0, 2.0), 9.0, "h must have bounds in"),
+        ((1.0, 2.0), (1.0, 1e300), 9.0, "h must have bounds in"),
+        ((math.inf,), (5.0,), 9.0, "h has no finite bound"),
+    ],
+)
+def test_what_is_no_histogram_is_refused(
+    bounds: tuple[float, ...], counts: tuple[float, ...], total: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Histogram("h", bounds, counts, total)
+
+
+@pytest.mark.parametrize(("hit_share", "used"), [(0.25, 0.25), (-1.0, 0.0), (7.0, 1.0)])
+def test_each_prompt_has_the_share_of_hits_but_its_last_token(hit_share: float, used: float) -> None:
+    prompts, outputs = Histogram("p", (400.0,), (120.0,), 120 * 400.0), Histogram("o", (9.0, 90.0), (60.0, 120.0), 3e3)
+    load = load_of_histograms("here", prompts, outputs, hit_share, 60.0, 500)
+    assert load.rate == 2.0
+    for job in load.jobs:
+        assert job.num_cached_tokens == min(job.num_prompt_tokens - 1, int(job.num_prompt_tokens * used))
+    first = [job.num_output_tokens for job in load.jobs[:250]]
+    assert len(set(first)) > 50, "outputs follow prompts"

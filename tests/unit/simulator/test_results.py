@@ -171,8 +171,7 @@ class Counting:
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_results_are_in_the_order_of_the_tasks(num_processes: int) -> None:
     seen: list[int] = []
-    tasks = [Counting(number) for number in (5, 1, 4)]
-    assert run_all(tasks, num_processes, seen.append) == [25, 1, 16]
+    assert run_all([Counting(number) for number in (5, 1, 4)], num_processes, seen.append) == [25, 1, 16]
     assert seen[-1] == 10
     assert seen == sorted(seen)
 
@@ -188,12 +187,8 @@ def point(num_prefill: int, num_decode: int, attainment: float, rate: float = 2.
 
 
 def test_a_grid_has_every_combination() -> None:
-    assert grid([Axis("prefill", (1, 2)), Axis("rate", (3.0, 4.0))]) == [
-        {"prefill": 1, "rate": 3.0},
-        {"prefill": 1, "rate": 4.0},
-        {"prefill": 2, "rate": 3.0},
-        {"prefill": 2, "rate": 4.0},
-    ]
+    points = grid([Axis("prefill", (1, 2)), Axis("rate", (3.0, 4.0))])
+    assert points == [{"prefill": prefill, "rate": rate} for prefill in (1, 2) for rate in (3.0, 4.0)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6).map(float)), min_size=1, max_size=12))

@@ -27,7 +27,7 @@ from tandem_client.stubs.inference_pb2 import (
     Started,
     TokenChunk,
 )
-from tests.support.scripted_router import Failure, ScriptedRouter, fail, scripted_router
+from tests.support.scripted_router import LOST, Failure, ScriptedRouter, fail, scripted_router
 
 DEFAULT = RetryPolicy()
 RETRYABLE = CallFailed(grpc.StatusCode.UNAVAILABLE, "gone", retryable=True)
@@ -75,29 +75,27 @@ async def test_a_retryable_failure_is_tried_again_until_it_answers(router: Scrip
     assert await ask(router) == ("hello", [0.5, 3.0], 3)
 
 
+FULL: list[Failure] = [QueueFull("full", retry_after_s=0.1)] * 9
+
+
 @pytest.mark.parametrize(
-    ("failures", "late_failures"),
+    ("policy", "failures", "late_failures", "pauses"),
     [
-        pytest.param([InvalidRequest("text", "is empty")], [], id="a fault of the caller"),
-        pytest.param([QueueFull("full", retry_after_s=30.0)], [], id="a hint beyond the deadline"),
-        pytest.param([], [QueueFull("full")], id="after the first token"),
+        pytest.param(DEFAULT, [InvalidRequest("text", "is empty")], [], [], id="a fault of the caller"),
+        pytest.param(DEFAULT, [QueueFull("full", retry_after_s=30.0)], [], [], id="a hint beyond the deadline"),
+        pytest.param(DEFAULT, [], [QueueFull("full")], [], id="after the first token"),
+        pytest.param(NO_RETRY, FULL, [], [], id="no retry"),
+        pytest.param(RetryPolicy(max_attempts=3), FULL, [], [0.1, 0.1], id="the last attempt"),
     ],
 )
-async def test_other_failures_end_the_call_at_once(
-    failures: list[Any], late_failures: list[Any], router: ScriptedRouter
-) -> None:
-    router.failures, router.late_failures = failures, late_failures
-    found, pauses, num_attempts = await ask(router)
+async def test_other_failures_and_the_last_attempt_end_the_call(
+    policy: RetryPolicy, failures: list[Failure], late_failures: list[Failure], pauses: list[float],
+    router: ScriptedRouter,
+) -> None:  # fmt: skip
+    router.failures, router.late_failures = [*failures], [*late_failures]
+    found, slept, num_attempts = await ask(router, policy)
     assert isinstance(found, CallFailed)
-    assert (pauses, num_attempts) == ([], 1)
-
-
-@pytest.mark.parametrize(("policy", "num_attempts"), [(RetryPolicy(max_attempts=3), 3), (NO_RETRY, 1)])
-async def test_attempts_end_at_their_limit(policy: RetryPolicy, num_attempts: int, router: ScriptedRouter) -> None:
-    router.failures = [QueueFull("full", retry_after_s=0.1) for _ in range(9)]
-    found, _, num_calls = await ask(router, policy)
-    assert isinstance(found, CallFailed)
-    assert num_calls == num_attempts
+    assert (slept, num_attempts) == (pauses, len(pauses) + 1)
 
 
 def test_pauses_double_up_to_a_limit_and_half_of_each_is_random() -> None:
@@ -123,7 +121,6 @@ def test_a_policy_that_cannot_work_is_refused() -> None:
 
 # ---- resumed answers
 
-LOST: Failure = (grpc.StatusCode.UNAVAILABLE, "Socket closed", ())  # as gRPC itself: no trailers
 OUTPUT = [10, 11, 12, 13, 14, 15]
 
 
@@ -177,12 +174,15 @@ async def test_an_answer_goes_on_behind_the_tokens_that_the_caller_has() -> None
     assert (second.text, second.sampling.temperature) == ("hello", 1.0)
 
 
-async def test_the_next_of_several_addresses_gets_the_answer() -> None:
-    first, second = DyingRouter([], num_before=[3, 3]), DyingRouter([])
+@pytest.mark.parametrize(("failure", "num_requests"), [(LOST, (1, 1)), (WorkerUnavailable("drains"), (2, 0))])
+async def test_the_next_of_several_addresses_gets_the_answer_of_a_lost_router_and_of_no_other(
+    failure: Failure, num_requests: tuple[int, int]
+) -> None:
+    first, second = DyingRouter([], num_before=[3], failure=failure), DyingRouter([])
     async with scripted_router([], first), scripted_router([], second):
         async with AsyncClient([first.address, second.address]) as client:
             assert list((await client.complete("hello")).token_ids) == OUTPUT
-        assert (len(first.requests), len(second.requests)) == (1, 1)
+        assert (len(first.requests), len(second.requests)) == num_requests
 
 
 async def test_attempts_without_a_new_token_are_bounded() -> None:
@@ -242,8 +242,7 @@ def test_choices_are_continued_one_after_the_other_each_with_its_seed() -> None:
     following = answer.next_request()
     assert (following.n, following.sampling.seed, list(following.resume)) == (1, 2**63 - 1, [2])
     assert answer.take(started(seed=2**63 - 1)) is None
-    taken = answer.take(chunk(4))
-    assert taken is not None
+    taken: Any = answer.take(chunk(4))
     assert taken.tokens.choice == 1
     answer.take(end())
     assert answer.call_has_ended
