@@ -157,11 +157,7 @@ REASONS: list[tuple[GpuUse, dict[str, Any], str]] = [
         {"address": "head:6379", "decode_gpus": 0.5, "decode_accelerator": "H200"},
         "no machine has a free 'decode' and 0.5 of one H200",
     ),
-    (
-        GpuUse.IF_PRESENT,
-        {"address": "head:6379"},
-        "no machine has a free 'decode', and a free GPU if it has any",
-    ),
+    (GpuUse.IF_PRESENT, {"address": "head:6379"}, "no machine has a free 'decode', and a free GPU if it has any"),
     (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, "no machine has a free 'decode'"),
 ]
 
@@ -173,8 +169,7 @@ ROUTER_REASONS = [
 
 
 @pytest.mark.parametrize(
-    ("role", "use", "options", "reason"),
-    [(D, *row) for row in REASONS] + [(R, *row) for row in ROUTER_REASONS],
+    ("role", "use", "options", "reason"), [(D, *row) for row in REASONS] + [(R, *row) for row in ROUTER_REASONS]
 )
 def test_the_reason_of_a_wait_for_a_machine_names_what_may_be_missing(
     role: ServiceRole, use: GpuUse, options: dict[str, Any], reason: str

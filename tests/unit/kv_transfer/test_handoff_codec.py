@@ -6,16 +6,7 @@ import pytest
 
 from core.config import MAX_TRANSFERS
 from core.errors import InvalidRequest
-from core.handoff import (
-    PROTOCOL_VERSION,
-    Abort,
-    AbortReason,
-    Heartbeat,
-    HeartbeatEntry,
-    OfferedBlocks,
-    Ready,
-    Release,
-)
+from core.handoff import PROTOCOL_VERSION, Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ready, Release
 from protos import codec, handoff_pb2
 from protos.handoff_codec import MAX_DETAIL_CHARS, MAX_MESSAGE_BYTES, MalformedMessage, decode, encode
 

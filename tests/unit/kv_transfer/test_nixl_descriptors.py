@@ -81,10 +81,7 @@ def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
     reader.start_block_read("theirs", [1], [2])
     assert agent.registered == [((4096, 4 * LAYOUT.block_bytes, local[0], ""), local[1])]
     assert [(name, row[2], kind) for name, row, kind in agent.prepared] == [("", *local), ("theirs", *remote)]
-    assert agent.listed == [
-        ([(4096 + 16, 100, local[0])], local[1]),
-        ([((1 << 20) + 8, 100, remote[0])], remote[1]),
-    ]
+    assert agent.listed == [([(4096 + 16, 100, local[0])], local[1]), ([((1 << 20) + 8, 100, remote[0])], remote[1])]
 
 
 def test_either_build_of_nixl_is_taken_and_both_are_named_where_there_is_none() -> None:

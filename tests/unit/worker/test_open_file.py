@@ -43,15 +43,7 @@ from worker.tier.events import (
 )
 from worker.tier.names import identity_of
 from worker.tier.opening import open_tier
-from worker.tier.slot_file import (
-    DIRECTORY,
-    MAX_NUMBER,
-    MAX_UNUSED_S,
-    OpenFile,
-    SlotFile,
-    StoredBlock,
-    slot_bytes_for,
-)
+from worker.tier.slot_file import DIRECTORY, MAX_NUMBER, MAX_UNUSED_S, OpenFile, SlotFile, StoredBlock, slot_bytes_for
 from worker.tier.threads import TierThreads
 
 CONTENT = bytes(range(100))

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from core.config import WorkerConfig
 from core.cost.step_cost import PRIOR, StepCost, StepWork
 from core.errors import InvalidRequest
-from core.handoff import (
-    LIVE_STATES,
-    OWNER_STEPS,
-    PULLER_STEPS,
-    AgentAddress,
-    Location,
-    OwnerState,
-    PullerState,
-)
+from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, Location, OwnerState, PullerState
 from core.kv_layout import KVLayout
 from core.lifecycle import WorkerState
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
