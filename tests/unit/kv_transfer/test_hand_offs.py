@@ -109,14 +109,14 @@ a pull without reads ends at once when its owner is lost
   lost owner                  -> puller failed peer_lost (reset)
 
 a read that times out gives the pull up at once and keeps the targets until its end
-  offer 0..7 last=1           -> owner connect puller; owner digests 8
-  pull 0..7                   -> puller connect owner; puller want: 0..7
-  deliver                     -> owner ready: 0..7 last 42; puller read: 0..3; puller read: 4..7
+  offer 0..9 last=1           -> owner connect puller; owner digests 10
+  pull 0..9                   -> puller connect owner; puller want: 0..9
+  deliver                     -> owner ready: 0..9 last 42; puller read: 0..3; puller read: 4..7
   read_times_out 0            -> puller given up read_failed (no end in time)
   read_times_out 1
   # the puller renews the lease no more, so the owner ends it
   wait 36                     -> owner offer expired lease_expired
-  blocks                      -> incoming 8
+  blocks                      -> incoming 10
   read_fails 0
   read_fails 1                -> puller release read_failed; puller failed read_failed (no end in time)
 """

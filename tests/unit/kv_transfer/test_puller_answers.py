@@ -258,15 +258,3 @@ def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
     assert pair.puller.machine.counters.num_digest_mismatches == CONFIG.max_read_attempts
     assert_freed(pair, OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
     assert pair.owner.pool.registered_hashes() == [], "the prefix cache serves the corrupt block"
-
-
-def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
-    pair = Pair()
-    pair.offer(list(range(20)))
-    pair.pull(list(range(20)))
-    pair.deliver_all()
-    reads = list(pair.puller.reads.values())
-    assert [len(read.pairs) for read in reads] == [CONFIG.max_blocks_per_read] * CONFIG.max_reads_in_flight
-    assert all(list(read.pairs) == sorted(read.pairs) for read in reads)
-    expected_s = 4 * LAYOUT.block_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s
-    assert reads[0].timeout_s == pytest.approx(expected_s)
