@@ -10,13 +10,12 @@ import pytest
 from core.handoff import OwnerState, PullerState
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.ledger import Claim, SequenceState, check_claims, count_once
-from tests.support.cached_blocks import match, register_prefix
+from tests.support.cached_blocks import allocated, match, register_prefix, reserved
 
 
 def cached(pool: BlockPool, hashes: list[int]) -> list[int]:
     """Allocate blocks, register them with these hashes, and release them."""
-    blocks = pool.allocate(len(hashes))
-    assert blocks is not None
+    blocks = allocated(pool, len(hashes))
     register_prefix(pool, blocks, hashes)
     pool.release(blocks)
     return blocks
@@ -35,8 +34,7 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
 
 def test_a_prefix_that_was_leased_outlives_its_tails() -> None:
     pool = BlockPool(3)
-    blocks = pool.allocate(3)
-    assert blocks is not None
+    blocks = allocated(pool, 3)
     register_prefix(pool, blocks, [1, 2, 3])
     pool.lease(blocks)
     pool.release(blocks)
@@ -55,10 +53,7 @@ def test_evicted_blocks_are_allocated_in_order_among_the_free_blocks() -> None:
 
 def test_num_available_without_holds_leaves_out_shared_and_leased_blocks() -> None:
     pool = BlockPool(4)
-    own, shared, leased = pool.allocate(1), pool.allocate(1), pool.allocate(1)
-    assert own is not None
-    assert shared is not None
-    assert leased is not None
+    own, shared, leased = (allocated(pool, 1) for _ in range(3))
     register_prefix(pool, shared, [1])
     pool.share(shared)
     pool.lease(leased)
@@ -80,12 +75,6 @@ def test_the_pool_works_without_asserts() -> None:
     )
     done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[0, 1] [2] None\n"
-
-
-def allocated(pool: BlockPool, count: int) -> list[int]:
-    blocks = pool.allocate(count)
-    assert blocks is not None
-    return blocks
 
 
 def counts(claims: list[Claim], pool: BlockPool) -> dict[str, int]:
@@ -137,8 +126,6 @@ def test_the_check_finds_a_held_block_without_a_claim() -> None:
 
 def test_the_targets_of_a_pull_count_as_incoming() -> None:
     pool = BlockPool(4)
-    targets = pool.reserve(3)
-    assert targets is not None
-    pull = Claim("pull", PullerState.WANTING, targets, since=2.0)
+    pull = Claim("pull", PullerState.WANTING, reserved(pool, 3), since=2.0)
     (holder,) = count_once([pull], pool, now=2.5)
     assert (holder.claim.column, holder.num_counted, holder.age_s) == (Column.INCOMING, 3, 0.5)

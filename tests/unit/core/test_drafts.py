@@ -233,10 +233,6 @@ def test_where_a_row_costs_as_much_as_a_step_or_nobody_speculates_the_runner_nee
 def test_the_sequence_counts_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Guessing(monkeypatch)
     added: list[Sequence] = [driven.add(name, [ord(name), *PROMPT[1:]], max_tokens=20) for name in "ab"]
-    driven.finish_step(driven.begin(), {"a": guesses(6, 3), "b": wrong_from_the_start(guesses(6, 3))})
+    driven.finish_step(driven.begin(), {"a": guesses(6, 3), "b": guesses(6, 3, wrong_at=6)})
     driven.finish_step(driven.begin(), {})
     assert [(s.num_drafts, s.num_right_drafts) for s in added] == [(3, 3), (3, 0)]
-
-
-def wrong_from_the_start(proposal: Proposal) -> Proposal:
-    return proposal._replace(token_ids=(9, *proposal.token_ids[1:]))

@@ -12,6 +12,7 @@ import pytest
 
 from core.block_hash import FullBlock, extend_full_blocks, local_hash, sequence_hashes
 from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored
+from tests.support.cached_blocks import allocated
 from tests.unit.core.driving_scheduler import Driven
 
 BLOCK_SIZE = 16
@@ -75,10 +76,4 @@ def test_a_block_that_no_match_can_reach_is_replaced() -> None:
 def full_blocks(tokens: tuple[int, ...]) -> list[FullBlock]:
     blocks: list[FullBlock] = []
     extend_full_blocks(blocks, tokens, BLOCK_SIZE)
-    return blocks
-
-
-def allocated(pool: BlockPool, count: int) -> list[int]:
-    blocks = pool.allocate(count)
-    assert blocks is not None
     return blocks

@@ -211,24 +211,8 @@ def test_of_what_a_client_calls_a_ticket_only_a_whole_one_is_one() -> None:
     ticket = Ticket(SECRET, "xxh3-0", 70, OTHER, (("127.0.0.1", 1), ("::1", 65535)))
     wire = ticket.encode()
     assert Ticket.decode(wire) == ticket
-    odd: list[Any] = [
-        None,
-        True,
-        -1,
-        0,
-        1.5,
-        1 << 40,
-        "",
-        "A" * 32,
-        "g" * 32,
-        "x" * 300,
-        [],
-        [[]],
-        {},
-        [["127.0.0.1", 0]],
-        [["127.0.0.1"]],
-        [["localhost", 1]],
-    ]
+    odd: list[Any] = [None, True, -1, 0, 1.5, 1 << 40, {}, "", "A" * 32, "g" * 32, "x" * 300]
+    odd += [[], [[]], [["127.0.0.1", 0]], [["127.0.0.1"]], [["localhost", 1]]]
     for name in wire:
         for value in odd:
             if wire[name] != value and not (name == "layout" and value in ("A" * 32, "g" * 32)):
