@@ -61,19 +61,18 @@ def test_a_file_is_its_users_alone_and_has_its_blocks_after_it_is_opened_again(t
         OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE, max_locked_s=0.0)
     OpenFile.locked(str(tmp_path / "kv"), "decode-1.kv", SIZE).close()
     opened.close()
-    again = SlotFile(OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE), 3, 100, b"i" * 32)
+    path = directory / "decode-0.kv"
+    path.chmod(0o644)
+    opened = OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE)
+    again = SlotFile(opened, 3, 100, b"i" * 32)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert again.scan() == {1: HEADER}
     target = bytearray(100)
     assert again.read(1, HEADER.name, memoryview(target))
     assert bytes(target) == CONTENT
-
-
-def test_a_file_that_has_become_too_large_is_cut(tmp_path: Path) -> None:
-    opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
-    SlotFile(opened, 3, 100, b"i" * 32).write(2, HEADER, memoryview(CONTENT))
     opened.close()
-    OpenFile.locked(str(tmp_path), "w.kv", slot_bytes_for(100)).close()
-    assert (tmp_path / DIRECTORY / "w.kv").stat().st_size == slot_bytes_for(100)
+    OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", slot_bytes_for(100)).close()
+    assert path.stat().st_size == slot_bytes_for(100), "a file that has become too large is cut"
 
 
 def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) -> None:
@@ -268,15 +267,6 @@ def test_anything_else_in_the_place_of_the_file_is_refused_by_name(
     assert error in caplog.text
 
 
-def test_a_file_that_others_could_read_is_its_users_alone_again(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o700)
-    path = tmp_path / DIRECTORY / "w.kv"
-    path.touch()
-    path.chmod(0o644)
-    OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/kv", "kv\0"])
 def test_a_directory_that_cannot_exist_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"\[cache\] disk_dir"):
@@ -294,8 +284,7 @@ def test_a_header_with_an_impossible_number_is_a_free_slot(tmp_path: Path) -> No
 
 
 def open_with(config: CacheConfig, worker: str = "w") -> Any:
-    layout = KVLayout("m", "float32", 1, 1, 4, 4)
-    memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
+    memory = PoolMemory(0, 2, LAYOUT, memoryview(bytearray(2 * LAYOUT.block_bytes)))
     return open_tier(config, worker, BlockPool(2), memory, lambda _: None)
 
 

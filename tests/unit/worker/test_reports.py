@@ -172,8 +172,7 @@ def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> 
 
 
 def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
-    worker = WorkerReplay("decode ahead=1")
-    worker.arrive("a", 6, max=40)
+    worker = WorkerReplay("decode ahead=1", "arrive a 6 max=40")
     for _ in range(30):
         worker.wait(STEP_S)
         worker.step()
@@ -182,9 +181,7 @@ def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
 
 
 def test_a_failed_step_teaches_nothing() -> None:
-    worker = WorkerReplay("decode")
-    worker.arrive("a", 6)
-    worker.now += 30.0
+    worker = WorkerReplay("decode", "arrive a 6", "later 30")
     worker.fail_step()
     assert worker.machine.load().step_cost == PRIOR
 
@@ -196,23 +193,19 @@ def test_small_changes_add_up_to_one_that_is_reported() -> None:
 
 
 def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -> None:
-    worker = WorkerReplay("decode")
-    worker.arrive("a", 5, max=12)
-    worker.arrive("b", 15, first=30)
+    worker = WorkerReplay("decode", "arrive a 5 max=12", "arrive b 15 first=30")
     assert worker.machine.load().num_decoding == 0, "both are in prefill"
     worker.step()
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (1, 5)
     assert (load.batch_sequences, load.batch_tokens) == (2, 8)
-    for _ in range(3):
-        worker.step()
+    worker.run(3)
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (2, 8 + 15)
 
 
 def test_a_prompt_that_a_prefill_worker_has_computed_is_no_sequence_in_decode() -> None:
-    worker = WorkerReplay("prefill")
-    worker.arrive("a", 9)  # a chunk of 8 tokens, and a token that looks like a decode
+    worker = WorkerReplay("prefill", "arrive a 9")  # a chunk of 8 tokens, and a token that looks like a decode
     assert worker.line("step") == ["step", "  -> step a 8+1", "  -> digests 2"]
     assert worker.machine.load().num_decoding == 0
     worker.step()
@@ -234,9 +227,7 @@ def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size
 
 
 def test_blocks_of_an_ended_sequence_are_counted_as_released() -> None:
-    worker = WorkerReplay("decode")
-    worker.arrive("a", 6, max=12)
-    worker.step()
+    worker = WorkerReplay("decode", "arrive a 6 max=12", "step")
     held = worker.ledger["held"]
     assert worker.machine.load().num_released_blocks == 0
     worker.step(a=63)

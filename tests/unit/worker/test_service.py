@@ -29,9 +29,7 @@ async def test_a_report_that_fails_ends_the_worker(monkeypatch: pytest.MonkeyPat
         raise ValueError("a load that cannot be encoded")
 
     monkeypatch.setattr(WorkerService, "_changes", fail)
-    config = tiny_config()
-    config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
-    worker = build_decode_worker(config, place(0))
+    worker = build_decode_worker(replace(tiny_config(), worker=WorkerConfig(idle_report_interval_s=0.05)), place(0))
     try:
         await worker.start()
         async with asyncio.timeout(10):
