@@ -96,18 +96,13 @@ def test_the_config_agrees_with_the_ports_and_the_places(resources: list[Resourc
     config, cluster = config_of(resources, tmp_path), one(resources, "RayCluster")
     head, *groups = pods(cluster)
     ports = {port["name"]: port["containerPort"] for port in head.container["ports"]}
-    listening = {
-        "grpc": config.router.port,
-        "http": config.gateway.port,
-        "tandem-metrics": config.telemetry.metrics_port,
-    }
+    numbers = config.router.port, config.gateway.port, config.telemetry.metrics_port
+    listening = dict(zip(("grpc", "http", "tandem-metrics"), numbers, strict=True))
     assert ports == listening | {"gcs-server": 6379}
     assert {each["targetPort"]: each["port"] for each in one(resources, "Service")["spec"]["ports"]} == listening
     assert config.router.host == config.gateway.host == "0.0.0.0"
-    assert {pod.group: pod.replicas for pod in groups} == {
-        "prefill": config.cluster.num_prefill,
-        "decode": config.cluster.num_decode,
-    }
+    sizes = config.cluster.num_prefill, config.cluster.num_decode
+    assert [(pod.group, pod.replicas) for pod in groups] == [("prefill", sizes[0]), ("decode", sizes[1])]
 
 
 def test_ray_reads_the_places_of_each_group(resources: list[Resource]) -> None:

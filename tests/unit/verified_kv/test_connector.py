@@ -200,14 +200,9 @@ def test_a_ticket_is_good_for_its_prompt_adapter_salt_and_images_alone(module: M
     reader = Side(module, "kv_consumer", draws, verified=True)
     image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
     own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
-    others: list[dict[str, Any]] = [
-        {"lora_request": None},
-        {"cache_salt": "another"},
-        {"mm_features": []},
-        {"prompt_token_ids": [*range(8), 0]},
-        {"prompt_token_ids": list(range(8))},
-        {"prompt_embeds": object()},
-    ]
+    prompts = [*range(8), 0], list(range(8))
+    others: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    others += [{"lora_request": None}, {"cache_salt": "another"}, {"mm_features": []}, {"prompt_embeds": object()}]
 
     def used(change: dict[str, Any]) -> list[int]:
         finished = a_request(0, 9)
