@@ -64,12 +64,10 @@ class PlannedFleet:
         return FleetStatus(dict(self.sizes), tuple(slots), rolling=self.rolling)
 
     def traffic(self) -> RouterTraffic:
+        slots = [(slot.role, slot.name) for slot in self.status().slots if slot.role is not R]
         workers = tuple(
-            WorkerTraffic(
-                slot.name, slot.role, self.measured, self.limit_s, 8192, 400_000, self.held[int(slot.name[-1])]
-            )
-            for slot in self.status().slots
-            if slot.role is not R
+            WorkerTraffic(name, role, self.measured, self.limit_s, 8192, 400_000, self.held[int(name[-1])])
+            for role, name in slots
         )
         return RouterTraffic(self.totals, self.num_waiting, self.num_open, 1.0, workers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import os
@@ -58,6 +59,16 @@ class Side:
             return [], results
         used = next((place for place, block in enumerate(blocks) if block in failed), len(blocks))
         return blocks[:used], results
+
+
+@contextlib.contextmanager
+def two_sides(module: ModuleType, *, verified: bool = True, **options: Any) -> Iterator[tuple[Side, Side]]:
+    """A producer and a reader."""
+    draws = random.Random(0)
+    sides = [Side(module, f"kv_{role}", draws, verified=verified, **options) for role in ("producer", "consumer")]
+    yield sides[0], sides[1]
+    for side in sides:
+        side.rank.shutdown()
 
 
 def counts_of(side: Side) -> dict[str, int]:
@@ -133,11 +144,8 @@ def differing(producer: Side, reader: Side, remote: list[int], own: list[int], n
 
 def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
     """(requests with a planted fault, those with a wrong block in use, sound ones that were recomputed)."""
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=verified)
-    reader = Side(module, "kv_consumer", draws, verified=verified)
     planted = wrong = wasted = 0
-    try:
+    with two_sides(module, verified=verified) as (producer, reader):
         for seed in range(NUM_SEEDS):
             draws = random.Random(seed)
             num_tokens = draws.randint(1, 8 * BLOCK_SIZE)
@@ -161,9 +169,6 @@ def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
             wrong += bool(differing(producer, reader, remote, used, num_tokens))
             wasted += len(used) < (min(faults) if faults else num_blocks)
             assert bool(faults) or choice is not flip_a_bit
-    finally:
-        for side in (producer, reader):
-            side.rank.shutdown()
     return planted, wrong, wasted
 
 
@@ -176,64 +181,53 @@ def test_of_planted_faults_none_is_used_with_digests_and_all_without(module: Mod
 
 def test_a_request_without_digests_is_recomputed_and_counted(module: ModuleType) -> None:
     """Its producer has none, or another layout, or fewer tokens, or is gone; its ticket is none."""
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=True)
-    reader = Side(module, "kv_consumer", draws, verified=True)
-    offered = producer.scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5],))[1]
-    ticket = offered["verified_kv"]
-    producer.rank.shutdown()  # whoever asks it gets a refused connection
-    two_ranks = {"addresses": ticket["addresses"] * 2}
-    others = [{}, {"layout": "xxh3-of another model"}, {"num_tokens": 8}, two_ranks, {"secret": 1}]
-    for change in others:
-        request = a_request(0, 9, **offered | {"verified_kv": ticket | change})
-        assert reader.read(request, [7, 8, 9], BLOCK_SIZE)[0] == [7], change
-    del offered["verified_kv"]
-    assert reader.read(a_request(9, 9, **offered), [7, 8, 9], 0)[0] == []
-    assert counts_of(reader)["unverified"] == len(others) + 1
-    reader.rank.shutdown()
+    with two_sides(module) as (producer, reader):
+        offered = producer.scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5],))[1]
+        ticket = offered["verified_kv"]
+        producer.rank.shutdown()  # whoever asks it gets a refused connection
+        two_ranks = {"addresses": ticket["addresses"] * 2}
+        others = [{}, {"layout": "xxh3-of another model"}, {"num_tokens": 8}, two_ranks, {"secret": 1}]
+        for change in others:
+            request = a_request(0, 9, **offered | {"verified_kv": ticket | change})
+            assert reader.read(request, [7, 8, 9], BLOCK_SIZE)[0] == [7], change
+        del offered["verified_kv"]
+        assert reader.read(a_request(9, 9, **offered), [7, 8, 9], 0)[0] == []
+        assert counts_of(reader)["unverified"] == len(others) + 1
 
 
 def test_a_ticket_is_good_for_its_prompt_adapter_salt_and_images_alone(module: ModuleType) -> None:
     """A proxy that exchanges the parameters of two requests hands over sound blocks of the wrong prompt."""
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=True)
-    reader = Side(module, "kv_consumer", draws, verified=True)
-    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
-    own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
-    prompts = [*range(8), 0], list(range(8))
-    others: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
-    others += [{"lora_request": None}, {"cache_salt": "another"}, {"mm_features": []}, {"prompt_embeds": object()}]
+    with two_sides(module) as (producer, reader):
+        image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
+        own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
+        prompts = [*range(8), 0], list(range(8))
+        others: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        others += [{"lora_request": None}, {"cache_salt": "another"}, {"mm_features": []}, {"prompt_embeds": object()}]
 
-    def used(change: dict[str, Any]) -> list[int]:
-        finished = a_request(0, 9)
-        vars(finished).update(own)
-        offered = producer.scheduler.request_finished_all_groups(finished, ([3, 4, 5],))[1]
-        producer.step()
-        asked = a_request(0, 9, **offered)
-        vars(asked).update(own | change)
-        return reader.read(asked, [7, 8, 9], 0)[0]
+        def used(change: dict[str, Any]) -> list[int]:
+            finished = a_request(0, 9)
+            vars(finished).update(own)
+            offered = producer.scheduler.request_finished_all_groups(finished, ([3, 4, 5],))[1]
+            producer.step()
+            asked = a_request(0, 9, **offered)
+            vars(asked).update(own | change)
+            return reader.read(asked, [7, 8, 9], 0)[0]
 
-    assert used({}) == [7, 8, 9]
-    assert [used(change) for change in others] == [[]] * len(others)
-    assert counts_of(reader) == {"verified": 1, "unverified": len(others), "failed_blocks": 3 * len(others)}
-    for side in (producer, reader):
-        side.rank.shutdown()
+        assert used({}) == [7, 8, 9]
+        assert [used(change) for change in others] == [[]] * len(others)
+        assert counts_of(reader) == {"verified": 1, "unverified": len(others), "failed_blocks": 3 * len(others)}
 
 
 def test_each_nth_request_is_in_the_sample(module: ModuleType) -> None:
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=True, every=3)
-    reader = Side(module, "kv_consumer", draws, verified=True, every=3)
-    for number in range(6):
-        offered = producer.scheduler.request_finished_all_groups(a_request(number, 9), ([3, 4, 5],))[1]
-        producer.step()
-        assert ("secret" in offered["verified_kv"]) is (number % 3 == 2)
-        assert reader.read(a_request(number, 9, **offered), [7, 8, 9], 0)[0] == [7, 8, 9]
-    assert counts_of(reader) == {"verified": 2, "skipped": 4, "failed_blocks": 0}
-    del offered["verified_kv"]  # by a proxy that copies only what it knows
-    assert reader.read(a_request(5, 9, **offered), [7, 8, 9], 0)[0] == []
-    for side in (producer, reader):
-        side.rank.shutdown()
+    with two_sides(module, every=3) as (producer, reader):
+        for number in range(6):
+            offered = producer.scheduler.request_finished_all_groups(a_request(number, 9), ([3, 4, 5],))[1]
+            producer.step()
+            assert ("secret" in offered["verified_kv"]) is (number % 3 == 2)
+            assert reader.read(a_request(number, 9, **offered), [7, 8, 9], 0)[0] == [7, 8, 9]
+        assert counts_of(reader) == {"verified": 2, "skipped": 4, "failed_blocks": 0}
+        del offered["verified_kv"]  # by a proxy that copies only what it knows
+        assert reader.read(a_request(5, 9, **offered), [7, 8, 9], 0)[0] == []
 
 
 def test_a_load_inside_a_step_is_not_taken_because_nobody_could_verify_it(module: ModuleType) -> None:
