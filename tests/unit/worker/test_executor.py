@@ -23,8 +23,13 @@ from worker.executor import StepExecutor
 DEADLINE_S = 5.0
 
 
+FAULT = ValueError("out of memory")
+
+
 class GatedRunner(FakeRunner):
-    """A fake runner. Its steps wait for `gate`."""
+    """A fake runner. Its steps wait for `gate`, and fail while `failing` is true."""
+
+    failing = False
 
     def __init__(self) -> None:
         self.submitted: list[int] = []
@@ -47,15 +52,6 @@ class GatedRunner(FakeRunner):
         output = super().collect()
         self.collected.append(output.step_id)
         return output
-
-
-FAULT = ValueError("out of memory")
-
-
-class FailingRunner(GatedRunner):
-    """Its steps fail while `failing` is true."""
-
-    failing = False
 
     def _compute(self, *inputs: Any) -> Computed:
         if self.failing:
@@ -125,7 +121,7 @@ def test_a_second_step_is_handed_to_the_runner_during_the_first_and_follows_with
 
 
 def test_a_failed_step_drops_the_step_behind_it_and_a_step_planned_before_the_failure_was_known() -> None:
-    runner = FailingRunner()
+    runner = GatedRunner()
     runner.failing = True
     driven = Driven(runner)
     driven.submit(1)
