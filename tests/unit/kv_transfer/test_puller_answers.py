@@ -204,31 +204,6 @@ def test_no_id_is_pulled_twice_until_the_table_forgets_the_oldest_end() -> None:
     pair.do(pair.puller, pair.puller.machine.reserve_pull, 1, pair.owner.address)
 
 
-def wanting(num_positions: int) -> Pair:
-    """A pull without a target, whose WANT has arrived."""
-    pair = Pair()
-    pair.offer([], last=False)
-    pair.reserve_pull()
-    pair.do(pair.puller, pair.puller.machine.puller.start, ID, range(num_positions))
-    pair.deliver_all()
-    return pair
-
-
-def test_a_pull_that_lacks_targets_keeps_its_lease_and_tells_the_owner() -> None:
-    pair = wanting(2)
-    pair.add_ready([0, 1], last=True)
-    pair.deliver_all()
-    assert pair.owner.machine.starved_offers() == []
-    pair.wait(5 * CONFIG.lease_s)
-    assert pair.num_leases() == 2
-    assert pair.owner.machine.starved_offers() == [ID]
-    pair.add_targets(pair.puller.targets([0, 1]))
-    pair.wait(CONFIG.lease_s / 2)
-    assert pair.owner.machine.starved_offers() == []
-    pair.run()
-    assert_completed(pair)
-
-
 def test_a_block_with_a_wrong_digest_is_read_again() -> None:
     pair = Pair()
     blocks = dict(pair.offer([0, 1, 2]))

@@ -99,16 +99,6 @@ def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:
     assert_completed(pair)
 
 
-def test_a_lost_peer_is_connected_again_for_the_next_transfer() -> None:
-    pair = Pair()
-    pair.event(pair.owner, PeerLost("puller"))
-    pair.offer([0])
-    pair.pull([0])
-    pair.event(pair.owner, PeerLost("puller"))
-    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
-    assert pair.owner.links == [Connect(pair.puller.address)] * 2
-
-
 def test_an_owner_restarted_under_its_name_is_another_one() -> None:
     pair = Pair()
     pair.offer([0])
