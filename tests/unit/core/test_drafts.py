@@ -53,9 +53,7 @@ def guesses(first: int, count: int, wrong_at: int | None = None) -> Proposal:
 
 
 @pytest.mark.parametrize(("wrong_at", "num_tokens"), [(None, 5), (6, 1), (8, 3), (9, 4)])
-def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
-    monkeypatch: pytest.MonkeyPatch, wrong_at: int | None, num_tokens: int
-) -> None:
+def test_a_step_ends_at_a_wrong_guess(monkeypatch: pytest.MonkeyPatch, wrong_at: int | None, num_tokens: int) -> None:
     driven = Guessing(monkeypatch)
     sequence = driven.add("a", PROMPT, max_tokens=20)
     driven.finish_step(driven.begin(), {"a": guesses(6, 4, wrong_at)})
@@ -71,9 +69,7 @@ def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
 
 
 @pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 0), (4, 4)])
-def test_guesses_leave_a_free_block_to_each_running_sequence(
-    monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_drafts: int
-) -> None:
+def test_guesses_leave_each_sequence_a_block(monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_drafts: int) -> None:
     """The next token fills the second block."""
     driven = Guessing(monkeypatch, num_blocks=num_blocks)
     driven.add("a", range(1, 8), max_tokens=5)

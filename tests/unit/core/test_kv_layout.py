@@ -48,8 +48,6 @@ def test_any_difference_is_named_and_changes_the_fingerprint(field: str) -> None
     [({field: 0}, field) for field in ("num_layers", "num_kv_heads", "block_size", "head_dim")]
     + [({"dtype": FLOAT8, "head_dim": 3}, "head_dim must be even"), ({"dtype": "int3"}, "int3")],
 )
-def test_an_empty_dimension_and_odd_values_before_scales_and_an_unknown_dtype_are_refused(
-    values: dict[str, Any], complaint: str
-) -> None:
+def test_empty_dimensions_odd_scales_and_unknown_dtypes_are_refused(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         replace(SMOLLM2, **values)

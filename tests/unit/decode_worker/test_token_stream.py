@@ -102,9 +102,7 @@ async def test_log_probabilities_count_towards_the_bound(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("num_more", [0, 3])
-async def test_a_router_that_reads_nothing_for_too_long_loses_its_stream(
-    monkeypatch: pytest.MonkeyPatch, num_more: int
-) -> None:
+async def test_a_router_that_reads_nothing_loses_its_stream(monkeypatch: pytest.MonkeyPatch, num_more: int) -> None:
     """More tokens than may wait come when the timer has cancelled the write, and the write has not ended yet."""
     monkeypatch.setattr(token_stream, "MAX_PENDING", 1)
     monkeypatch.setattr(token_stream, "MAX_WRITE_S", 0.01)

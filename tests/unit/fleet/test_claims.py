@@ -36,9 +36,7 @@ WANTS_H200 = ClusterConfig(decode_accelerator="H200")
         (GpuUse.ALWAYS, CPU_MACHINE, 1.0),
     ],
 )
-def test_a_worker_claims_a_gpu_by_the_device_and_the_machines(
-    use: GpuUse, machine: dict[str, float], gpus: float
-) -> None:
+def test_a_worker_claims_a_gpu_by_device_and_machines(use: GpuUse, machine: dict[str, float], gpus: float) -> None:
     claims = Claims(ClusterConfig(), use)
     assert claims.of(P, [machine]) == Claim("prefill", gpus)
     assert claims.of(R, [machine]) == Claim(), "a router needs no GPU"
@@ -104,9 +102,7 @@ ROOM_REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "machine", "message"), ROOM_REFUSED)
-def test_a_fleet_that_does_not_fit_its_machine_is_refused(
-    options: dict[str, object], machine: dict[str, float], message: str
-) -> None:
+def test_a_fleet_without_room_is_refused(options: dict[str, object], machine: dict[str, float], message: str) -> None:
     config = ClusterConfig(**options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         check_room(Claims(config, GpuUse.ALWAYS), {P: config.num_prefill, D: config.num_decode}, machine)

@@ -332,9 +332,7 @@ def test_a_pinned_prefill_pool_stays_while_the_fleet_rests_and_wakes() -> None:
     assert planned.sizes[D] >= 1
 
 
-async def test_the_fleet_may_refuse_a_plan_and_serves_on_when_the_planner_has_a_bug(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_fleet_may_refuse_a_plan_and_survives_a_bug_of_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[list[PlanAction]] = [[ScaleTo({D: 9})]]
 
     class Broken(Planner):

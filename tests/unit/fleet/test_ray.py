@@ -33,9 +33,7 @@ NO_SERVICE = Mock()  # is never started
 SPEC = FleetSpec(ClusterConfig(), NO_SERVICE, NO_SERVICE, NO_SERVICE, lambda _: "", 0, 1.0, 1.0)
 
 
-async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_machine_with_gpus_that_joins_later_makes_a_start_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     node = {"Resources": {"decode": 1.0, "GPU": 8.0}}
     monkeypatch.setattr(hosts, "node_here", lambda: node)
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
@@ -52,9 +50,7 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
     ("role", "name"),
     [(ServiceRole.ROUTER, "Router"), (ServiceRole.PREFILL, "PrefillWorker"), (ServiceRole.DECODE, "DecodeWorker")],
 )
-def test_an_actor_carries_the_role_of_its_service_in_its_name(
-    monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str
-) -> None:
+def test_an_actor_is_named_by_its_role(monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str) -> None:
     """`ps` shows ray:: and the name of the class: each service was a ray::HostActor."""
     remote = Mock()
     monkeypatch.setattr("ray.remote", remote)
@@ -66,9 +62,7 @@ def test_an_actor_carries_the_role_of_its_service_in_its_name(
     assert (actor.__name__, issubclass(actor, HostActor)) == (name, True)
 
 
-async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, kill = Mock(), Mock()
     actor.adopt.remote = AsyncMock(side_effect=ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments")))
     monkeypatch.setattr("ray.get_actor", lambda _: actor)
@@ -164,9 +158,7 @@ def test_close_ends_the_processes_of_the_starter_also_if_the_starter_was_killed(
         ("sys.exit(1)", "the process that keeps it"),
     ],
 )
-async def test_died_returns_the_name_of_the_dead_process(
-    then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_died_names_the_process(then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starter = tmp_path / "starter.py"
     starter.write_text(f"import json, sys\nprint(json.dumps({{'address': 'here'}}), flush=True)\n{then}\n")
     monkeypatch.setattr("fleet.ray.head.STARTER", starter)

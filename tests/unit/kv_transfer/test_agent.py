@@ -69,9 +69,7 @@ def test_a_heartbeat_waits_for_no_queued_read_and_a_close_for_all() -> None:
 
 
 @pytest.mark.parametrize(("block_size", "pieces"), [(8, ()), (4, (0,))])
-def test_a_peer_that_is_connected_with_another_layout_is_lost_and_ends_no_agent(
-    block_size: int, pieces: tuple[int, ...]
-) -> None:
+def test_a_peer_with_another_layout_is_lost_and_ends_no_agent(block_size: int, pieces: tuple[int, ...]) -> None:
     """A router has named two layouts for it. nixl ends with an exception of its own at blocks of another size."""
     pool = PoolMemory(0, 4, LAYOUT, memoryview(bytearray(4 * LAYOUT.block_bytes)))
     events: list[Any] = []

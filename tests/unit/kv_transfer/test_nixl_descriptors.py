@@ -90,9 +90,7 @@ def test_either_build_of_nixl_is_taken_and_both_are_named_where_there_is_none() 
         import_nixl(("nixl_cu13x", "nixl_cu12x"))
 
 
-def test_of_two_builds_the_one_for_the_loaded_cuda_runtime_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_builds_that_of_the_loaded_runtime_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("pretended_cu13", "pretended_cu12")
     for name in names:
         package = tmp_path / name

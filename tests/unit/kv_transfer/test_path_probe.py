@@ -206,9 +206,7 @@ def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: i
 
 
 @pytest.mark.parametrize("kernel_copies", [True, False])
-def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
-) -> None:
+def test_a_location_measures_memory_and_changes_no_block(monkeypatch: pytest.MonkeyPatch, kernel_copies: bool) -> None:
     if not kernel_copies:
         monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
     num_blocks = COPIED_BYTES // LAYOUT.block_bytes

@@ -90,9 +90,7 @@ async def test_another_number_of_digests_is_no_answer(num: int, needed: int) -> 
         assert await fetched(address, num=num, needed=needed) is None
 
 
-async def test_what_nobody_asks_for_goes_with_its_lease_and_the_oldest_when_there_is_too_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_digests_go_with_their_lease_and_the_oldest_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_KEPT_BYTES", 120)  # two answers of 52 bytes
     async with served(SHORT_S) as (server, _):
         for secret in (SECRET, OTHER, "c" * 32):

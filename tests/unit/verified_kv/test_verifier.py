@@ -191,9 +191,7 @@ Opened = tuple[Reader, SlowDigests, "Future[list[bytes] | None]"]
 
 
 @pytest.mark.parametrize(("last", "verdict", "failed"), [(b"2", Verdict.VERIFIED, set()), (b"x", Verdict.WRONG, {8})])
-def test_a_request_is_held_until_both_sides_have_digested(
-    opened: Opened, last: bytes, verdict: Verdict, failed: set[int]
-) -> None:
+def test_a_request_waits_for_both_digests(opened: Opened, last: bytes, verdict: Verdict, failed: set[int]) -> None:
     reader, digests, fetched = opened
     assert not reader.settle((), (), ()).received
     assert not digests.begun  # the blocks are not read yet
@@ -222,9 +220,7 @@ def test_without_an_answer_in_time_all_its_blocks_fail(opened: Opened, error: Ex
 
 
 @pytest.mark.parametrize("lacks", ["the producer's digests", "its own"])
-def test_a_request_whose_digests_never_come_is_recomputed_at_its_deadline(
-    opened: Opened, clock: SimpleNamespace, lacks: str
-) -> None:
+def test_a_request_without_digests_is_recomputed_in_time(opened: Opened, clock: SimpleNamespace, lacks: str) -> None:
     reader, digests, fetched = opened
     if lacks == "its own":
         fetched.set_result(COMPUTED)

@@ -121,9 +121,7 @@ def test_a_file_with_the_name_of_one_that_was_open_is_not_removed(tmp_path: Path
         each.close()
 
 
-def test_an_unused_file_that_is_made_again_meanwhile_is_not_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_file_that_is_made_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, flock = tmp_path / DIRECTORY / "past.kv", fcntl.flock
     opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
     path.touch(0o600)
@@ -141,9 +139,7 @@ def test_an_unused_file_that_is_made_again_meanwhile_is_not_removed(
     opened.close()
 
 
-def test_a_directory_that_is_replaced_meanwhile_gives_and_loses_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_replaced_gives_and_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another user, whose directory has this one in it: after the check, its name leads elsewhere."""
     directory, victim = tmp_path / DIRECTORY, tmp_path / "victim"
     victim.mkdir()
@@ -237,9 +233,7 @@ def test_a_file_that_a_killed_worker_left_with_two_names_keeps_that_of_who_opens
 
 
 @pytest.mark.parametrize(("option", "is_link"), [("disk_dir", False), ("disk_dir", True), ("host_dir", False)])
-def test_a_directory_that_others_may_read_and_a_link_in_its_place_are_refused(
-    tmp_path: Path, option: str, is_link: bool
-) -> None:
+def test_a_directory_that_others_may_read_and_a_link_are_refused(tmp_path: Path, option: str, is_link: bool) -> None:
     if is_link:
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
@@ -257,9 +251,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("error", OTHERS)
-def test_anything_else_in_the_place_of_the_file_is_refused_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: str
-) -> None:
+def test_links_pipes_and_directories_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, error: str) -> None:
     (tmp_path / DIRECTORY).mkdir(mode=0o700)
     OTHERS[error](tmp_path / DIRECTORY / "w.kv")
     assert open_in_memory(tmp_path) is None
@@ -329,9 +321,7 @@ def test_more_than_the_memory_holds_is_refused_by_name_and_leaves_no_file(
     assert not list((tmp_path / DIRECTORY).iterdir())
 
 
-def test_a_file_system_in_memory_without_a_limit_holds_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_in_memory_without_limit_holds_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux says 0 blocks for a tmpfs with size=0."""
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 8)))
     _, running = open_in_memory(tmp_path)
@@ -344,9 +334,7 @@ def test_memory_is_that_of_dev_shm_unless_the_config_names_another() -> None:
     assert (place.directory, place.in_memory) == (f"/dev/shm/tandem-{os.geteuid()}", True)
 
 
-def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / DIRECTORY / "w.kv"
     flock, num_removed = fcntl.flock, 0
 
@@ -368,9 +356,7 @@ TOO_MANY = "more than 1,000,000 KV blocks of 128 bytes: set it to at most"
 
 
 @pytest.mark.parametrize(("disk_gb", "complaint"), [(1e4, TOO_MANY), (1e15, TOO_MANY), (1e-6, "holds 0 KV blocks")])
-def test_more_slots_than_a_table_should_have_and_no_slot_are_refused(
-    tmp_path: Path, disk_gb: float, complaint: str
-) -> None:
+def test_too_many_slots_and_no_slot_are_refused(tmp_path: Path, disk_gb: float, complaint: str) -> None:
     with pytest.raises(ConfigError, match=rf"disk_gb = .* {complaint}"):
         open_on_disk(tmp_path, disk_gb)
 
