@@ -70,9 +70,7 @@ def test_each_role_asks_for_its_own_memory_with_a_gpu_and_without() -> None:
 def test_a_single_machine_with_too_little_memory_is_refused_by_name() -> None:
     claims, machine = Claims(ClusterConfig(decode_memory_mb=500)), {"memory": 1000.0 * 1024 * 1024}
     check_memory(claims, {P: 1, D: 2, R: 1}, machine)
-    with pytest.raises(
-        ConfigError, match=r"ask for 1500 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"
-    ):
+    with pytest.raises(ConfigError, match=r"1500 MB of memory, but Ray has 1000 MB .* lower \[cluster\] prefill"):
         check_memory(claims, {P: 1, D: 3, R: 1}, machine)
 
 

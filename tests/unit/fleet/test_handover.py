@@ -292,9 +292,7 @@ async def test_what_an_operator_has_set_outlives_the_supervisor() -> None:
         assert status.planner.pinned == (D,)
         assert status.wanted == {P: 1, D: 1, R: 1}
         assert await heir.config() == FleetConfig(2, json.dumps(spec_of(max_queued=5).text.tables))
-        await until(
-            lambda: {host.live.router.max_queued for host in second.hosts if host.live} == {5}, "all have it", 5.0
-        )
+        await until(lambda: {host.live.router.max_queued for host in second.hosts if host.live} == {5}, "all", 5.0)
 
 
 async def test_a_roll_outlives_the_supervisor() -> None:

@@ -118,9 +118,7 @@ QUIET: Traffic = {Lane.TCP: 0, Lane.RDMA: 0}
 class End:
     def __init__(self, name: str, fabric: MemoryFabric, fill: int) -> None:
         self.bytes = np.full(NUM_BLOCKS * LAYOUT.block_bytes + PROBE_BYTES, fill, np.uint8)
-        self.pool = PoolMemory(
-            self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, memoryview(self.bytes.data), probe_bytes=PROBE_BYTES
-        )
+        self.pool = PoolMemory(self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, self.bytes.data, probe_bytes=PROBE_BYTES)
         self.transport = MemoryTransport(name, fabric)
         self.transport.register(self.pool)
         self.address = AgentAddress(

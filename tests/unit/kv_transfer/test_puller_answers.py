@@ -15,7 +15,6 @@ from core.scheduling.block_pool import BlockPool
 from kv_transfer.protocol.events import (
     MessageReceived,
     PeerLost,
-    PullCompleted,
     PullFailed,
     SendMessage,
     StartRead,
@@ -96,9 +95,7 @@ def test_a_repeated_last_ready_does_not_shorten_the_exposed_time() -> None:
     pair.time += 1.0
     pair.end_read(pair.puller, 0)
     pair.run()
-    result = pair.pull_result()
-    assert isinstance(result, PullCompleted)
-    assert result.stats.exposed_s == 2.0
+    assert pair.stats().exposed_s == 2.0
     assert_completed(pair)
 
 
@@ -109,11 +106,9 @@ def test_reads_are_counted_and_timed() -> None:
     pair.deliver_all()
     pair.time += 2.0
     pair.run()
-    counters, result = pair.puller.machine.counters, pair.pull_result()
+    counters, stats = pair.puller.machine.counters, pair.stats()
     assert (counters.num_bytes_read, counters.num_reads) == (3 * LAYOUT.block_bytes, 1)
     assert (counters.read_seconds, counters.pulls["complete"]) == (pair.read_seconds, 1)
-    assert isinstance(result, PullCompleted)
-    stats = result.stats
     assert (stats.num_blocks, stats.num_bytes, stats.num_reads) == (3, 3 * LAYOUT.block_bytes, 1)
     assert (stats.read_s, stats.total_s, stats.exposed_s) == (pair.read_seconds, 2.0, 2.0)
 
@@ -216,9 +211,7 @@ def test_a_block_with_a_wrong_digest_is_read_again() -> None:
     pair.owner.content[blocks[1]] = 101
     pair.run()
     assert_completed(pair)
-    result = pair.pull_result()
-    assert isinstance(result, PullCompleted)
-    assert result.stats.num_blocks_reread == 1
+    assert pair.stats().num_blocks_reread == 1
 
 
 def test_a_digest_that_stays_wrong_fails_the_pull() -> None:

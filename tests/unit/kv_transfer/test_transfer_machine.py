@@ -309,18 +309,18 @@ def test_the_blocks_that_early_wants_name_are_bounded() -> None:
     assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == most
 
 
+def announced(pair: Pair, rows: list[tuple[int, int, int]], token_ids: tuple[int, ...] = (), counter: int = 50) -> None:
+    """A READY with these positions, blocks and digests arrives. With tokens, it is the last."""
+    ready = Ready(ID, 11, counter, 1, 0, OfferedBlocks.of(rows), bool(token_ids), token_ids)
+    pair.event(pair.puller, MessageReceived("owner", ready))
+
+
 def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
-    unwanted, outside, below, twice = (
-        [(7, 0, 0)],
-        [(0, 3, 0), (1, 32, 0)],
-        [(0, -1, 0), (1, 3, 0)],
-        [(0, 3, 0), (0, 4, 0)],
-    )
-    for bad in (unwanted, outside, below, twice):
+    unwanted, outside, below = [(7, 0, 0)], [(0, 3, 0), (1, 32, 0)], [(0, -1, 0), (1, 3, 0)]
+    for bad in (unwanted, outside, below, [(0, 3, 0), (0, 4, 0)]):  # the last one: twice
         pair = Pair()
         pair.pull([0, 1])
-        ready = Ready(ID, 11, 50, 1, 0, OfferedBlocks.of(bad), False)
-        pair.event(pair.puller, MessageReceived("owner", ready))
+        announced(pair, bad)
         assert_failed(pair, AbortReason.READ_FAILED)
 
 
@@ -328,9 +328,8 @@ def test_an_owner_whose_last_readys_differ_fails_the_pull() -> None:
     pair = Pair()
     pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)
     pair.pull([0])
-    for counter, token_id in ((50, 42), (51, 43)):
-        blocks = OfferedBlocks.of([(0, 3, 0)])
-        pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, counter, 1, 0, blocks, True, (token_id,))))
+    announced(pair, [(0, 3, 0)], (42,))
+    announced(pair, [(0, 3, 0)], (43,), counter=51)
     pair.run()
     assert_failed(pair, AbortReason.READ_FAILED)
 
@@ -343,8 +342,7 @@ def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_p
     start, positions = pair.puller.machine.puller.start, [0, 1, 2]
     pair.act(pair.puller, start(ID, positions, pair.now(pair.puller), 12, 2))
     pair.add_targets(pair.puller.targets(positions))
-    blocks = OfferedBlocks.of([(position, 3 + position, 0) for position in positions])
-    pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, 50, 1, 0, blocks, True, (1, 2, 3, 4, 5))))
+    announced(pair, [(position, 3 + position, 0) for position in positions], (1, 2, 3, 4, 5))
     pair.run()
     assert_failed(pair, AbortReason.READ_FAILED)
 

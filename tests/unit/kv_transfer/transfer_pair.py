@@ -194,6 +194,12 @@ class Pair:
         (result,) = [result for result in self.puller.results if not isinstance(result, events.OfferEnded)]
         return result
 
+    def stats(self) -> events.PullStats:
+        """Of the pull, which is complete."""
+        result = self.pull_result()
+        assert isinstance(result, events.PullCompleted)
+        return result.stats
+
     def offer_result(self) -> events.OfferEnded:
         (result,) = [result for result in self.owner.results if isinstance(result, events.OfferEnded)]
         return result
@@ -254,7 +260,7 @@ def assert_freed(pair: Pair, state: OwnerState, reason: AbortReason | None) -> N
 
 
 def assert_completed(pair: Pair) -> None:
-    assert isinstance(pair.pull_result(), events.PullCompleted)
+    assert pair.stats()
     pair.deliver_all()
     assert_freed(pair, OwnerState.RELEASED, None)
     assert all(side.machine.next_deadline() is None for side in pair.sides.values())

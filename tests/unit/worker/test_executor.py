@@ -61,10 +61,8 @@ class GatedRunner(FakeRunner):
 
 def plan(step_id: int) -> StepPlan:
     wanted = request("a", range(9))
-    chunk = ScheduledChunk(
-        SequenceView("a", wanted.token_ids, 9, [0], wanted.sampling), 0, 9, samples=True, promised=False
-    )
-    return StepPlan(step_id, (chunk,))
+    view = SequenceView("a", wanted.token_ids, 9, [0], wanted.sampling)
+    return StepPlan(step_id, (ScheduledChunk(view, 0, 9, samples=True, promised=False),))
 
 
 Result = StepOutput | Exception
