@@ -21,16 +21,7 @@ from kv_transfer.protocol.events import (
     TargetsNeeded,
 )
 from kv_transfer.protocol.machine import TransferMachine
-from tests.unit.kv_transfer.transfer_pair import (
-    CONFIG,
-    ID,
-    LAYOUT,
-    Pair,
-    address,
-    assert_completed,
-    assert_failed,
-    assert_freed,
-)
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 
 def known_to_its_owner() -> Pair:
@@ -48,7 +39,7 @@ def test_a_pull_that_its_owner_does_not_know_fails_after_half_a_lease(wants: boo
     pair.wait(CONFIG.lease_s / 2 - 0.1 * wants)
     assert not pair.puller.results
     pair.wait(within_s)
-    assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
+    pair.assert_failed(AbortReason.UNKNOWN_TRANSFER)
 
 
 def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
@@ -63,7 +54,7 @@ def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
         pair.act(pair.owner, pair.owner.machine.owner.abort(other, AbortReason.CANCELLED))
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)
-    assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
+    pair.assert_failed(AbortReason.UNKNOWN_TRANSFER)
 
 
 def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner() -> None:
@@ -96,7 +87,7 @@ def test_a_repeated_last_ready_does_not_shorten_the_exposed_time() -> None:
     pair.end_read(pair.puller, 0)
     pair.run()
     assert pair.stats().exposed_s == 2.0
-    assert_completed(pair)
+    pair.assert_completed()
 
 
 def test_reads_are_counted_and_timed() -> None:
@@ -173,7 +164,7 @@ def test_blocks_whose_owner_sends_no_digests_are_accepted() -> None:
     blocks = replace(ready.message.blocks, digests=(0, 0))
     pair.deliver(replace(ready, message=replace(ready.message, blocks=blocks)))
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
 
 
 @pytest.mark.parametrize(("token_id", "is_known"), [(41, True), (42, False)])
@@ -210,7 +201,7 @@ def test_a_block_with_a_wrong_digest_is_read_again() -> None:
     assert [source for source, _ in again.pairs] == [blocks[1]]
     pair.owner.content[blocks[1]] = 101
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
     assert pair.stats().num_blocks_reread == 1
 
 
@@ -222,7 +213,7 @@ def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
     pair.deliver_all()
     pair.owner.content[blocks[1]] = -1
     pair.run()
-    assert_failed(pair, AbortReason.DIGEST_MISMATCH)
+    pair.assert_failed(AbortReason.DIGEST_MISMATCH)
     assert pair.puller.machine.counters.num_digest_mismatches == CONFIG.max_read_attempts
-    assert_freed(pair, OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
+    pair.assert_freed(OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
     assert pair.owner.pool.registered_hashes() == [], "the prefix cache serves the corrupt block"

@@ -30,18 +30,7 @@ from kv_transfer.protocol.events import ComputeDigests, Connect, Disconnect, Mes
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.owner import MAX_EARLY_BLOCKS
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_pair import (
-    CONFIG,
-    ID,
-    LAYOUT,
-    Mail,
-    Pair,
-    Side,
-    address,
-    assert_completed,
-    assert_failed,
-    assert_freed,
-)
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair, Side, address
 
 
 def test_idle_peers_above_the_limit_are_disconnected() -> None:
@@ -96,7 +85,7 @@ def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:
     pair.end_read(pair.puller, 0)
     assert pair.puller.pull_state(ID) is PullerState.VERIFYING
     pair.deliver_all()
-    assert_completed(pair)
+    pair.assert_completed()
 
 
 def test_an_owner_restarted_under_its_name_is_another_one() -> None:
@@ -125,7 +114,7 @@ def test_a_restarted_owner_does_not_know_the_old_transfers() -> None:
     pair.owner = pair.sides["owner"] = Side(address("owner", 12), 0.0, CONFIG)
     pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
     pair.wait(5 * CONFIG.heartbeat_s)
-    assert_failed(pair, AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
+    pair.assert_failed(AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
 
 
 def offer(pair: Pair, transfer_id: int) -> None:
@@ -181,14 +170,14 @@ def test_an_abort_of_the_puller_ends_an_offer_at_once_only_if_no_block_was_annou
     pair = Pair()
     pair.offer([0], last=False)
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair.assert_freed(OwnerState.ABORTED, AbortReason.CANCELLED)
     pair = Pair()
     pair.offer([0], last=False)
     ask(pair, ID, 1)
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 2, AbortReason.CANCELLED)))
     assert pair.num_leases() == 1, "until its RELEASE"
     pair.event(pair.owner, MessageReceived("puller", Release(ID, 22, 3, AbortReason.CANCELLED)))
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair.assert_freed(OwnerState.ABORTED, AbortReason.CANCELLED)
 
 
 def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected_to() -> None:
@@ -284,7 +273,7 @@ def test_messages_of_another_incarnation_are_dropped() -> None:
     assert pair.num_leases() == 1
     pair.add_ready([1], last=True)
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
 
 
 def test_messages_for_unknown_transfers_are_bounded_and_dropped() -> None:
@@ -321,7 +310,7 @@ def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
         pair = Pair()
         pair.pull([0, 1])
         announced(pair, bad)
-        assert_failed(pair, AbortReason.READ_FAILED)
+        pair.assert_failed(AbortReason.READ_FAILED)
 
 
 def test_an_owner_whose_last_readys_differ_fails_the_pull() -> None:
@@ -331,7 +320,7 @@ def test_an_owner_whose_last_readys_differ_fails_the_pull() -> None:
     announced(pair, [(0, 3, 0)], (42,))
     announced(pair, [(0, 3, 0)], (43,), counter=51)
     pair.run()
-    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.assert_failed(AbortReason.READ_FAILED)
 
 
 def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_pull() -> None:
@@ -344,7 +333,7 @@ def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_p
     pair.add_targets(pair.puller.targets(positions))
     announced(pair, [(position, 3 + position, 0) for position in positions], (1, 2, 3, 4, 5))
     pair.run()
-    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.assert_failed(AbortReason.READ_FAILED)
 
 
 def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
@@ -354,9 +343,9 @@ def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
     (want,) = [mail.message for mail in pair.lose_mail()]
     assert isinstance(want, Want)
     pair.event(pair.owner, MessageReceived("puller", replace(want, layout_fingerprint=1)))
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.LAYOUT_MISMATCH)
+    pair.assert_freed(OwnerState.ABORTED, AbortReason.LAYOUT_MISMATCH)
     pair.deliver_all()
-    assert_failed(pair, AbortReason.LAYOUT_MISMATCH)
+    pair.assert_failed(AbortReason.LAYOUT_MISMATCH)
 
 
 def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,11 +354,11 @@ def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: p
     pair.offer([0, 1])
     pair.pull([0, 1])
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
     pair = Pair()
     pair.offer([0, 1, 2])
     pair.reserve_pull()
     pair.do(pair.puller, pair.puller.machine.puller.start, ID, [0, 1, 2])
-    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.assert_failed(AbortReason.READ_FAILED)
     pair.deliver_all()
-    assert_freed(pair, OwnerState.RELEASED, AbortReason.READ_FAILED)
+    pair.assert_freed(OwnerState.RELEASED, AbortReason.READ_FAILED)

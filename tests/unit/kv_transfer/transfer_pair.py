@@ -207,6 +207,26 @@ class Pair:
     def num_leases(self) -> int:
         return sum(self.owner.pool.num_leases(block) for block in range(self.owner.pool.num_blocks))
 
+    # ---- how the hand-off has ended
+
+    def assert_failed(self, reason: AbortReason) -> None:
+        result = self.pull_result()
+        assert isinstance(result, events.PullFailed)
+        assert (result.reason, result.state) == (reason, PullerState.FAILED)
+        assert not self.puller.machine.alive
+
+    def assert_freed(self, state: OwnerState, reason: AbortReason | None) -> None:
+        ended = self.offer_result()
+        assert (ended.state, ended.reason) == (state, reason)
+        assert self.num_leases() == 0
+        assert not self.owner.machine.alive
+
+    def assert_completed(self) -> None:
+        assert self.stats()
+        self.deliver_all()
+        self.assert_freed(OwnerState.RELEASED, None)
+        assert all(side.machine.next_deadline() is None for side in self.sides.values())
+
     # ---- inside
 
     def act(self, side: Side, actions: list[events.TransferAction]) -> None:
@@ -240,27 +260,3 @@ class Pair:
             return message
         digests = tuple(side.digests[block] for block in message.blocks.blocks)
         return replace(message, blocks=replace(message.blocks, digests=digests))
-
-
-# ---- how the hand-off of a pair has ended
-
-
-def assert_failed(pair: Pair, reason: AbortReason, state: PullerState = PullerState.FAILED) -> None:
-    result = pair.pull_result()
-    assert isinstance(result, events.PullFailed)
-    assert (result.reason, result.state) == (reason, state)
-    assert not pair.puller.machine.alive
-
-
-def assert_freed(pair: Pair, state: OwnerState, reason: AbortReason | None) -> None:
-    ended = pair.offer_result()
-    assert (ended.state, ended.reason) == (state, reason)
-    assert pair.num_leases() == 0
-    assert not pair.owner.machine.alive
-
-
-def assert_completed(pair: Pair) -> None:
-    assert pair.stats()
-    pair.deliver_all()
-    assert_freed(pair, OwnerState.RELEASED, None)
-    assert all(side.machine.next_deadline() is None for side in pair.sides.values())
