@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -89,42 +90,32 @@ def a_request(number: int, num_tokens: int, **parameters: Any) -> SimpleNamespac
 # ---- faults: each changes computed rows of the blocks that were read
 
 
-def flip_a_bit(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        place = draws.randrange(len(blocks))
-        rows = BLOCK_SIZE if place < len(blocks) - 1 else (num_tokens - 1) % BLOCK_SIZE + 1
-        row = draws.choice(caches)[blocks[place], draws.randrange(2), draws.randrange(rows)].view(torch.uint8)
-        row[draws.randrange(len(row))] ^= 1 << draws.randrange(8)
-
-    return fault
+Caches = list[torch.Tensor]  # `before`: those of the reader before its read
 
 
-def a_stale_block(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
+def flip_a_bit(draws: random.Random, num_tokens: int, _: Caches, caches: Caches, blocks: list[int]) -> None:
+    place = draws.randrange(len(blocks))
+    rows = BLOCK_SIZE if place < len(blocks) - 1 else (num_tokens - 1) % BLOCK_SIZE + 1
+    row = draws.choice(caches)[blocks[place], draws.randrange(2), draws.randrange(rows)].view(torch.uint8)
+    row[draws.randrange(len(row))] ^= 1 << draws.randrange(8)
+
+
+def a_stale_block(draws: random.Random, _: int, before: Caches, caches: Caches, blocks: list[int]) -> None:
     """One layer of it is what the reader had there before, as if its write had been lost."""
-
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        layer, block = draws.randrange(len(caches)), draws.choice(blocks)
-        caches[layer][block] = before[layer][block]
-
-    return fault
+    layer, block = draws.randrange(len(caches)), draws.choice(blocks)
+    caches[layer][block] = before[layer][block]
 
 
-def two_swapped(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        one, other = draws.sample(blocks, 2) if len(blocks) > 1 else (blocks[0], NUM_BLOCKS - 1)
-        for cache in caches:
-            cache[[one, other]] = cache[[other, one]]
-
-    return fault
+def two_swapped(draws: random.Random, _: int, __: Caches, caches: Caches, blocks: list[int]) -> None:
+    one, other = draws.sample(blocks, 2) if len(blocks) > 1 else (blocks[0], NUM_BLOCKS - 1)
+    for cache in caches:
+        cache[[one, other]] = cache[[other, one]]
 
 
-def a_short_read(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        missing = blocks[draws.randrange(len(blocks)) :]
-        for cache, old in zip(caches, before, strict=True):
-            cache[missing] = old[missing]
-
-    return fault
+def a_short_read(draws: random.Random, _: int, before: Caches, caches: Caches, blocks: list[int]) -> None:
+    missing = blocks[draws.randrange(len(blocks)) :]
+    for cache, old in zip(caches, before, strict=True):
+        cache[missing] = old[missing]
 
 
 FAULTS = (None, flip_a_bit, a_stale_block, two_swapped, a_short_read)
@@ -159,7 +150,7 @@ def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
                 cache[own[:num_local]] = producer.caches[name][remote[:num_local]]
             choice = draws.choice(FAULTS)
             before = [cache.clone() for cache in reader.caches.values()]
-            CopyingConnector.fault = choice and choice(draws, num_tokens, before)
+            CopyingConnector.fault = choice and partial(choice, draws, num_tokens, before)
             offered = producer.scheduler.request_finished_all_groups(a_request(seed, num_tokens), (remote,))[1]
             producer.step()
             used, results = reader.read(a_request(seed, num_tokens, **offered), own, num_local * BLOCK_SIZE)
