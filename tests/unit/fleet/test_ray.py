@@ -17,7 +17,7 @@ from core.config import ClusterConfig
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from fleet.host.host import HostDied, LocalRank
-from fleet.host.service_host import StartFault
+from fleet.host.service_host import ServiceHost, StartFault
 from fleet.law.claims import Claim, Claims, GpuUse
 from fleet.law.events import Member, SlotId
 from fleet.ray import hosts, supervisor_control
@@ -71,6 +71,16 @@ async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(monkeyp
     monkeypatch.setattr(hosts, "this_supervisor", Mock())
     assert await hosts.find_services(SPEC) == []
     kill.assert_called_once_with(actor)
+
+
+async def test_a_host_that_drains_is_adopted_by_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServiceHost, "drain", AsyncMock())
+    monkeypatch.setattr(hosts, "machine_here", Mock())
+    host = HostActor(Mock(), Claim(), Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1), "", None)
+    host._endpoint = Mock()
+    assert await host.adopt("", Mock()) is not None
+    await host.drain(1.0)
+    assert await host.adopt("", Mock()) is None
 
 
 async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
