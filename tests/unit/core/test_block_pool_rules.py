@@ -95,7 +95,7 @@ def test_a_shared_prefix_counts_for_the_oldest_sequence() -> None:
     check_claims(claims, pool)
 
 
-def test_a_held_and_leased_block_counts_for_the_sequence_until_it_is_released() -> None:
+def test_a_leased_block_counts_for_its_sequence_until_that_releases_it_and_then_for_the_oldest_reader() -> None:
     pool = BlockPool(10)
     blocks = allocated(pool, 4)
     pool.lease(blocks[:3])
@@ -103,18 +103,10 @@ def test_a_held_and_leased_block_counts_for_the_sequence_until_it_is_released() 
     offer = Claim("offer", OwnerState.OFFERED, blocks[:3], since=1.0)
     assert counts([sequence, offer], pool) == {"sequence": 4, "offer": 0}
     pool.release(blocks)
-    assert counts([offer], pool) == {"offer": 3}
-    check_claims([offer], pool)
-
-
-def test_a_block_with_two_readers_counts_once() -> None:
-    pool = BlockPool(4)
-    (block,) = allocated(pool, 1)
-    pool.lease([block])
-    pool.lease([block])
-    pool.release([block])
-    readers = [Claim(name, OwnerState.OFFERED, [block], since) for name, since in (("old", 1.0), ("new", 2.0))]
-    assert counts(readers, pool) == {"old": 1, "new": 0}
+    pool.lease(blocks[:1])
+    newer = Claim("newer", OwnerState.OFFERED, blocks[:1], since=2.0)
+    assert counts([newer, offer], pool) == {"offer": 3, "newer": 0}, "a block with two readers counts once"
+    check_claims([newer, offer], pool)
 
 
 def test_the_check_finds_a_held_block_without_a_claim() -> None:

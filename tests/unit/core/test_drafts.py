@@ -161,34 +161,18 @@ def test_drafts_save_the_steps_of_their_tokens_less_their_rows() -> None:
     assert saved_s([], [], 3, 0.030, 0.002) == 0.0
 
 
-def after(right: bool, times: int) -> list[float]:
-    chances, sequence = DraftChances(), make_sequence("a", PROMPT, max_tokens=1000)
-    for _ in range(times):
-        guessed = 50 if right else 51
-        chances.learn(sequence, (), Proposal.copied((guessed,), 3))
-        sequence.token_ids.append(50)
-        chances.learn(sequence, (50,), Proposal.copied((50, 50), 3))
-    return chances.cumulative(sequence, 2)
-
-
-def test_guesses_that_are_right_become_more_likely_and_wrong_ones_less() -> None:
-    prior = FIRST_CHANCES[2]
-    right, wrong = after(True, 40), after(False, 40)
-    assert right[0] > prior > wrong[0]
-    assert right[1] <= right[0]
-    assert wrong[1] <= wrong[0]
-
-
-def test_the_luck_of_one_sequence_is_not_that_of_another() -> None:
+def test_guesses_that_are_right_become_more_likely_and_wrong_ones_less_in_their_own_sequence() -> None:
     chances = DraftChances()
     lucky, unlucky = (make_sequence(name, PROMPT, max_tokens=1000) for name in "ab")
-    for _ in range(30):
+    for _ in range(40):
         for sequence, guess in ((lucky, 50), (unlucky, 51)):
             chances.learn(sequence, (), Proposal.copied((guess,), 3))
             sequence.token_ids.append(50)
-            chances.learn(sequence, (50,), Proposal.copied((guess,), 3))
-    assert chances.cumulative(lucky, 1)[0] > 0.85
-    assert chances.cumulative(unlucky, 1)[0] < 0.25
+            chances.learn(sequence, (50,), Proposal.copied((guess, 50), 3))
+    right, wrong = (chances.cumulative(sequence, 2) for sequence in (lucky, unlucky))
+    assert right[0] > 0.85 > FIRST_CHANCES[2] > 0.25 > wrong[0]
+    assert right[1] <= right[0]
+    assert wrong[1] <= wrong[0]
 
 
 def test_forced_tokens_share_no_luck_with_other_guesses() -> None:

@@ -149,7 +149,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_probe_touches_no_block_on_either_side(pair: Pair) -> None:
+def test_a_probe_touches_no_block_and_went_over_tcp_if_a_network_device_has_counted_it(pair: Pair) -> None:
     assert pair.start() == []
     (probed,) = pair.ends()
     assert isinstance(probed, PathProbed)
@@ -158,14 +158,11 @@ def test_a_probe_touches_no_block_on_either_side(pair: Pair) -> None:
     blocks = NUM_BLOCKS * LAYOUT.block_bytes
     assert not pair.reader.bytes[:blocks].any()
     assert (pair.reader.bytes[blocks:] == 7).all()
-
-
-def test_bytes_that_a_network_device_has_counted_went_over_tcp(pair: Pair) -> None:
     pair.counted = iter([{Lane.TCP: 50, Lane.RDMA: 0}, {Lane.TCP: 50 + PROBE_BYTES, Lane.RDMA: 0}])
     pair.start()
-    (probed,) = pair.ends()
-    assert isinstance(probed, PathProbed)
-    assert probed.seen is Lane.TCP
+    (counted,) = pair.ends()
+    assert isinstance(counted, PathProbed)
+    assert counted.seen is Lane.TCP
 
 
 def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:
