@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import psutil
@@ -29,6 +28,7 @@ from fleet.ray.supervisor_control import SupervisorControl
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
 
+MEMBER = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
 NO_SERVICE = Mock()  # is never started
 SPEC = FleetSpec(ClusterConfig(), NO_SERVICE, NO_SERVICE, NO_SERVICE, lambda _: "", 0, 1.0, 1.0)
 
@@ -37,10 +37,9 @@ async def test_a_machine_with_gpus_that_joins_later_makes_a_start_ask_for_one(mo
     node = {"Resources": {"decode": 1.0, "GPU": 8.0}}
     monkeypatch.setattr(hosts, "node_here", lambda: node)
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
-    member = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
     earlier = claims.of(ServiceRole.DECODE, [])
     assert earlier == Claim("decode"), "no machine of the pool was there"
-    fault = await HostActor(claims, earlier, member, "", None).start_placed(b"", "", LocalRank(0, 1))
+    fault = await HostActor(claims, earlier, MEMBER, "", None).start_placed(b"", "", LocalRank(0, 1))
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
@@ -76,28 +75,21 @@ async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(monkeyp
 async def test_a_host_that_drains_is_adopted_by_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceHost, "drain", AsyncMock())
     monkeypatch.setattr(hosts, "machine_here", Mock())
-    host = HostActor(Mock(), Claim(), Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1), "", None)
+    host = HostActor(Mock(), Claim(), MEMBER, "", None)
     host._endpoint = Mock()
     assert await host.adopt("", Mock()) is not None
     await host.drain(1.0)
     assert await host.adopt("", Mock()) is None
 
 
-async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_actor(*_: object, **__: object) -> Any:
-        raise AssertionError("ray.get_actor blocks the loop")
-
-    monkeypatch.setattr("ray.get_actor", get_actor)
+async def test_the_supervisor_is_asked_by_its_handle_and_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.get_actor", Mock(side_effect=AssertionError("ray.get_actor blocks the loop")))
     supervisor = Mock()
-    supervisor.scale.remote = AsyncMock(return_value={ServiceRole.DECODE: 2})
-    assert await SupervisorControl(supervisor).scale({}) == {ServiceRole.DECODE: 2}
-
-
-async def test_a_refusal_names_the_field() -> None:
-    supervisor = Mock()
-    supervisor.scale.remote = AsyncMock(return_value=Refusal("decode", "at most 4"))
+    supervisor.scale.remote = AsyncMock(side_effect=[{ServiceRole.DECODE: 2}, Refusal("decode", "at most 4")])
+    control = SupervisorControl(supervisor)
+    assert await control.scale({}) == {ServiceRole.DECODE: 2}
     with pytest.raises(InvalidRequest, match="decode: at most 4"):
-        await SupervisorControl(supervisor).scale({ServiceRole.DECODE: 5})
+        await control.scale({ServiceRole.DECODE: 5})
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +102,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: p
 
 async def test_an_actor_that_ray_kills_for_memory_is_dead() -> None:
     """`tandem serve` ended with a traceback of a hundred lines."""
-
-    async def call() -> None:
-        raise ray.exceptions.OutOfMemoryError("4 worker(s) were killed")
-
+    call = AsyncMock(side_effect=ray.exceptions.OutOfMemoryError("4 worker(s) were killed"))
     with pytest.raises(HostDied, match="short of memory"):
         await await_actor(call())
 
