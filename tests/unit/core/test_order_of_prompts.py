@@ -19,15 +19,6 @@ def works(driven: Driven) -> list[float]:
     return [prompt.left for prompt in order._prompts.values()]
 
 
-def test_a_short_prompt_passes_a_long_one_that_is_half_computed() -> None:
-    driven = Driven(num_blocks=64, budget=8)
-    driven.add("long", range(1, 41), max_tokens=1)
-    assert driven.step() == {"long": 8}
-    driven.add("short", range(101, 107), arrival=1, max_tokens=1)
-    assert driven.step() == {"short": 6, "long": 2}
-    assert driven.step() == {"long": 8}
-
-
 def test_a_prompt_that_falls_due_is_passed_no_more() -> None:
     driven = Driven(num_blocks=64, budget=8, max_waiting=64)
     long = driven.add("long", range(1, 41), max_tokens=1)
