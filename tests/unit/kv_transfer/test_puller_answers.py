@@ -10,16 +10,9 @@ import pytest
 from core.block_hash import FullBlock
 from core.config import TransferConfig
 from core.errors import TransferFailed
-from core.handoff import Abort, AbortReason, OfferedBlocks, OwnerState, PullerState, Ready, Want
+from core.handoff import AbortReason, OfferedBlocks, OwnerState, PullerState, Ready, Want
 from core.scheduling.block_pool import BlockPool
-from kv_transfer.protocol.events import (
-    MessageReceived,
-    PeerLost,
-    PullFailed,
-    SendMessage,
-    StartRead,
-    TargetsNeeded,
-)
+from kv_transfer.protocol.events import MessageReceived, PeerLost, PullFailed, SendMessage, StartRead, TargetsNeeded
 from kv_transfer.protocol.machine import TransferMachine
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
@@ -63,10 +56,8 @@ def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner()
         pair.offer([0], last=False)
         pair.pull([0, 1])
         pair.run()
-        pair.act(pair.owner, pair.owner.machine.owner.abort(ID, AbortReason.OVERLOADED))
-        (mail,) = pair.lose_mail()
-        assert isinstance(mail.message, Abort)
-        pair.deliver(replace(mail, message=replace(mail.message, detail=detail)))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(ID, AbortReason.OVERLOADED, detail))
+        pair.run()
         failed = pair.pull_result()
         assert isinstance(failed, PullFailed)
         assert failed.detail == said
