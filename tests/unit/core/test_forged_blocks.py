@@ -59,7 +59,8 @@ def test_a_forged_block_and_the_blocks_behind_it_do_not_match(depth: int, way: s
 
 def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool = BlockPool(3)
-    blocks = full_blocks(HONEST + OTHER)
+    blocks: list[FullBlock] = []
+    extend_full_blocks(blocks, HONEST + OTHER, BLOCK_SIZE)
     first, behind, again = allocated(pool, 3)
     pool.register(behind, blocks[1], pool.register(first, blocks[0], ""))
     pool.release([first])
@@ -70,9 +71,3 @@ def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     assert pool.drain_events() == [BlockRemoved(blocks[1].sequence_hash), BlockStored(blocks[1].sequence_hash)]
     assert [found.block for found in pool.match_prefix(blocks, "")] == [first, again]
     pool.check()
-
-
-def full_blocks(tokens: tuple[int, ...]) -> list[FullBlock]:
-    blocks: list[FullBlock] = []
-    extend_full_blocks(blocks, tokens, BLOCK_SIZE)
-    return blocks

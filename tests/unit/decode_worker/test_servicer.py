@@ -100,10 +100,6 @@ async def turn_the_loop() -> None:
         await asyncio.sleep(0)
 
 
-def done(name: str) -> DecodeDone:
-    return DecodeDone(name, FinishReason.LENGTH, 0, Timeline(Stage.QUEUE, 0.0), None)
-
-
 async def test_each_token_goes_to_the_stream_of_its_call(scene: Scene) -> None:
     first, second = await scene.stream(1), await scene.stream(2)
     for name, call, stream_id in (("a", 11, 1), ("b", 12, 2), ("c", 13, 1)):
@@ -119,7 +115,7 @@ async def test_the_end_of_a_call_says_how_many_tokens_are_on_the_stream(scene: S
     call = await scene.decode("a", 11, 1)
     await scene.emit(("a", 3, 7))
     await scene.emit(("a", 4, 7))
-    scene.servicer.perform(done("a"))
+    scene.servicer.perform(DecodeDone("a", FinishReason.LENGTH, 0, Timeline(Stage.QUEUE, 0.0), None))
     assert (await call).num_tokens == 2
     assert not scene.cancelled()
 

@@ -58,11 +58,6 @@ def transport(device: int | None) -> tuple[NixlTransport, Agent]:
     return opened, agent
 
 
-def peer(device: int | None) -> AgentAddress:
-    address = AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0)
-    return replace(address, device=device)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "local", "remote"),
     [
@@ -76,7 +71,7 @@ def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
     ours: int | None, theirs: int | None, local: tuple[int, str], remote: tuple[int, str]
 ) -> None:
     reader, agent = transport(ours)
-    reader.connect(peer(theirs))
+    reader.connect(replace(AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0), device=theirs))
     reader.start_read("theirs", [ByteRun(8, 16, 100)])
     reader.start_block_read("theirs", [1], [2])
     assert agent.registered == [((4096, 4 * LAYOUT.block_bytes, local[0], ""), local[1])]

@@ -13,7 +13,6 @@ from core.handoff import (
     MAX_POSITIONS,
     Abort,
     AbortReason,
-    HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
     OfferedBlocks,
@@ -254,10 +253,6 @@ def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
     assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
 
 
-def foreign(message: HandoffMessage) -> HandoffMessage:
-    return replace(message, incarnation=99, counter=message.counter + 1000)
-
-
 def test_messages_of_another_incarnation_are_dropped() -> None:
     pair = Pair()
     pair.offer([0], last=False)
@@ -265,7 +260,8 @@ def test_messages_of_another_incarnation_are_dropped() -> None:
     pair.run()
     pair.wait(CONFIG.heartbeat_s, deliver=False)
     for mail in pair.lose_mail():
-        pair.deliver(Mail(mail.sender, mail.receiver, foreign(mail.message)))
+        foreign = replace(mail.message, incarnation=99, counter=mail.message.counter + 1000)
+        pair.deliver(replace(mail, message=foreign))
     pair.deliver(Mail("puller", "owner", Release(ID, 99, 1000, None)))
     pair.deliver(Mail("owner", "puller", Abort(ID, 99, 1000, AbortReason.CANCELLED)))
     assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 2  # heartbeat and RELEASE

@@ -59,12 +59,6 @@ class GatedRunner(FakeRunner):
         return super()._compute(*inputs)
 
 
-def plan(step_id: int) -> StepPlan:
-    wanted = request("a", range(9))
-    view = SequenceView("a", wanted.token_ids, 9, [0], wanted.sampling)
-    return StepPlan(step_id, (ScheduledChunk(view, 0, 9, samples=True, promised=False),))
-
-
 Result = StepOutput | Exception
 
 
@@ -76,7 +70,10 @@ class Driven:
         self.received: queue.Queue[tuple[Result, bool, str]] = queue.Queue(maxsize=8)
 
     def submit(self, step_id: int, planned: Planned = Planned.IDLE) -> None:
-        self.executor.submit(plan(step_id), planned, self._on_done)
+        wanted = request("a", range(9))
+        view = SequenceView("a", wanted.token_ids, 9, [0], wanted.sampling)
+        chunk = ScheduledChunk(view, 0, 9, samples=True, promised=False)
+        self.executor.submit(StepPlan(step_id, (chunk,)), planned, self._on_done)
 
     def _on_done(self, result: Result) -> None:
         self.received.put((result, self.executor.busy, threading.current_thread().name))

@@ -153,10 +153,6 @@ def agent(name: str) -> AgentAddress:
 STEP_S = 0.1
 
 
-def scaled(cost: StepCost, factor: float) -> StepCost:
-    return StepCost(*(value * factor for value in astuple(cost)))
-
-
 def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> None:
     worker = WorkerReplay("decode")
     assert worker.machine.load().step_cost == PRIOR
@@ -186,7 +182,8 @@ def test_a_failed_step_teaches_nothing() -> None:
 
 def test_small_changes_add_up_to_one_that_is_reported() -> None:
     reported = ReportedCost(PRIOR)
-    costs = [scaled(PRIOR, 1.0 + step * 0.3 * REPORTED_CHANGE) for step in range(1, 5)]
+    factors = [1.0 + step * 0.3 * REPORTED_CHANGE for step in range(1, 5)]
+    costs = [StepCost(*(value * factor for value in astuple(PRIOR))) for factor in factors]
     assert [reported.update(cost) for cost in costs] == [PRIOR] * 3 + [costs[-1]]
 
 
