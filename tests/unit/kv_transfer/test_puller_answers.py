@@ -44,7 +44,7 @@ def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
     pair.event(pair.owner, PeerLost("puller", died=True))
     for other in (1, 2):
         pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address, math.inf)
-        pair.act(pair.owner, pair.owner.machine.owner.abort(other, AbortReason.CANCELLED))
+        pair.abort_offer(other)
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)
     pair.assert_failed(AbortReason.UNKNOWN_TRANSFER)

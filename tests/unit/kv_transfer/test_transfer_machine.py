@@ -36,7 +36,7 @@ def test_idle_peers_above_the_limit_are_disconnected() -> None:
     pair = Pair()
     for number in range(80):
         pair.do(pair.owner, pair.owner.machine.offer, number, address(f"peer{number}", number + 1), math.inf)
-        pair.act(pair.owner, pair.owner.machine.owner.abort(number, AbortReason.CANCELLED))
+        pair.abort_offer(number)
     connected = {link.peer.name for link in pair.owner.links if isinstance(link, Connect)}
     gone = [link.peer for link in pair.owner.links if not isinstance(link, Connect)]
     assert len(connected) - len(gone) == 64
@@ -120,10 +120,6 @@ def offer(pair: Pair, transfer_id: int) -> None:
     pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address, math.inf)
 
 
-def end_offer(pair: Pair, transfer_id: int) -> None:
-    pair.act(pair.owner, pair.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
-
-
 def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
     """The answers to a WANT of the puller."""
     pair.lose_mail()
@@ -136,7 +132,7 @@ def test_a_want_for_an_aborted_offer_is_answered_with_the_abort_again() -> None:
     pair = Pair()
     pair.offer([0], last=False)
     assert isinstance(ask(pair, ID, 1)[0], Ready)
-    end_offer(pair, ID)
+    pair.abort_offer()
     assert pair.owner.machine.alive, "the blocks may still be read"
     (answer,) = ask(pair, ID, 2)
     assert isinstance(answer, Abort)
@@ -149,7 +145,7 @@ def test_a_want_for_an_ended_offer_is_answered_until_the_table_forgets_the_oldes
     pair.wait(CONFIG.heartbeat_s)  # the owner has met the puller
     for transfer_id in (1, 2, 3):
         offer(pair, transfer_id)
-        end_offer(pair, transfer_id)
+        pair.abort_offer(transfer_id)
     assert ask(pair, 1, 101) == [], "it may be on its way to us"
     for transfer_id in (2, 3):
         (answer,) = ask(pair, transfer_id, 200 + transfer_id)

@@ -127,8 +127,8 @@ class Pair:
     def cancel_pull(self) -> None:
         self.do(self.puller, self.puller.machine.puller.cancel, ID, AbortReason.CANCELLED)
 
-    def abort_offer(self) -> None:
-        self.act(self.owner, self.owner.machine.owner.abort(ID, AbortReason.PREFILL_FAILED))
+    def abort_offer(self, transfer_id: TransferId = ID) -> None:
+        self.act(self.owner, self.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
 
     def deliver(self, mail: Mail) -> None:
         self.event(self.sides[mail.receiver], events.MessageReceived(mail.sender, mail.message))
