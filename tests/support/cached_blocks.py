@@ -1,4 +1,4 @@
-"""Puts blocks into the prefix cache of a pool and finds them again, by hashes that a test chooses."""
+"""Takes blocks of a pool, puts them into its prefix cache, and finds them again by hashes that a test chooses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from collections.abc import Iterable
 
 from core.block_hash import FullBlock
 from core.scheduling.block_pool import BlockPool, PrefixBlock
+
+
+def allocated(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def reserved(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.reserve(count)
+    assert blocks is not None
+    return blocks
 
 
 def full_blocks(hashes: Iterable[int]) -> list[FullBlock]:

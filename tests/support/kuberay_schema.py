@@ -14,12 +14,7 @@ _WORDS = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def _only(required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 _TEMPLATE = _only(("spec",), metadata={"type": "object"}, spec={"type": "object"})

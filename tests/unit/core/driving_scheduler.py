@@ -12,6 +12,7 @@ from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from tests.support.cached_blocks import reserved
 
 BLOCK_SIZE = 4
 EOS = 0
@@ -61,10 +62,9 @@ class Driven:
         """Add a sequence whose prompt KV and first token come from a peer."""
         sequence = make_sequence(name, prompt, **options)  # type: ignore[arg-type]
         self.scheduler.hold_cached_prefix(sequence, len(prompt))
-        reserved = self.pool.reserve(-(-len(prompt) // self.block_size) - len(sequence.block_table))
-        assert reserved is not None
-        self.pool.arrive(reserved)
-        sequence.block_table += reserved
+        targets = reserved(self.pool, -(-len(prompt) // self.block_size) - len(sequence.block_table))
+        self.pool.arrive(targets)
+        sequence.block_table += targets
         sequence.num_computed_tokens = len(prompt)
         sequence.token_ids.append(self.next_token)
         self.scheduler.add(sequence)

@@ -6,14 +6,7 @@ import struct
 
 import xxhash
 
-from core.block_hash import (
-    HASH_SEED,
-    FullBlock,
-    extend_full_blocks,
-    local_hash,
-    root_hash,
-    sequence_hashes,
-)
+from core.block_hash import HASH_SEED, FullBlock, extend_full_blocks, local_hash, root_hash, sequence_hashes
 
 TOKENS = list(range(1, 13))
 VECTORS = [14643705804678351452, 4945711292740353085, 12583592247330656132]

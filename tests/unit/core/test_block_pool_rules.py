@@ -10,13 +10,12 @@ import pytest
 from core.handoff import OwnerState, PullerState
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.ledger import Claim, SequenceState, check_claims, count_once
-from tests.support.cached_blocks import match, register_prefix
+from tests.support.cached_blocks import allocated, match, register_prefix, reserved
 
 
 def cached(pool: BlockPool, hashes: list[int]) -> list[int]:
     """Allocate blocks, register them with these hashes, and release them."""
-    blocks = pool.allocate(len(hashes))
-    assert blocks is not None
+    blocks = allocated(pool, len(hashes))
     register_prefix(pool, blocks, hashes)
     pool.release(blocks)
     return blocks
@@ -35,8 +34,7 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
 
 def test_a_prefix_that_was_leased_outlives_its_tails() -> None:
     pool = BlockPool(3)
-    blocks = pool.allocate(3)
-    assert blocks is not None
+    blocks = allocated(pool, 3)
     register_prefix(pool, blocks, [1, 2, 3])
     pool.lease(blocks)
     pool.release(blocks)
@@ -55,10 +53,7 @@ def test_evicted_blocks_are_allocated_in_order_among_the_free_blocks() -> None:
 
 def test_num_available_without_holds_leaves_out_shared_and_leased_blocks() -> None:
     pool = BlockPool(4)
-    own, shared, leased = pool.allocate(1), pool.allocate(1), pool.allocate(1)
-    assert own is not None
-    assert shared is not None
-    assert leased is not None
+    own, shared, leased = (allocated(pool, 1) for _ in range(3))
     register_prefix(pool, shared, [1])
     pool.share(shared)
     pool.lease(leased)
@@ -82,12 +77,6 @@ def test_the_pool_works_without_asserts() -> None:
     assert done.stdout == "[0, 1] [2] None\n"
 
 
-def allocated(pool: BlockPool, count: int) -> list[int]:
-    blocks = pool.allocate(count)
-    assert blocks is not None
-    return blocks
-
-
 def counts(claims: list[Claim], pool: BlockPool) -> dict[str, int]:
     return {holder.claim.name: holder.num_counted for holder in count_once(claims, pool, 100.0)}
 
@@ -106,7 +95,7 @@ def test_a_shared_prefix_counts_for_the_oldest_sequence() -> None:
     check_claims(claims, pool)
 
 
-def test_a_held_and_leased_block_counts_for_the_sequence_until_it_is_released() -> None:
+def test_a_leased_block_counts_for_its_sequence_until_that_releases_it_and_then_for_the_oldest_reader() -> None:
     pool = BlockPool(10)
     blocks = allocated(pool, 4)
     pool.lease(blocks[:3])
@@ -114,18 +103,10 @@ def test_a_held_and_leased_block_counts_for_the_sequence_until_it_is_released() 
     offer = Claim("offer", OwnerState.OFFERED, blocks[:3], since=1.0)
     assert counts([sequence, offer], pool) == {"sequence": 4, "offer": 0}
     pool.release(blocks)
-    assert counts([offer], pool) == {"offer": 3}
-    check_claims([offer], pool)
-
-
-def test_a_block_with_two_readers_counts_once() -> None:
-    pool = BlockPool(4)
-    (block,) = allocated(pool, 1)
-    pool.lease([block])
-    pool.lease([block])
-    pool.release([block])
-    readers = [Claim(name, OwnerState.OFFERED, [block], since) for name, since in (("old", 1.0), ("new", 2.0))]
-    assert counts(readers, pool) == {"old": 1, "new": 0}
+    pool.lease(blocks[:1])
+    newer = Claim("newer", OwnerState.OFFERED, blocks[:1], since=2.0)
+    assert counts([newer, offer], pool) == {"offer": 3, "newer": 0}, "a block with two readers counts once"
+    check_claims([newer, offer], pool)
 
 
 def test_the_check_finds_a_held_block_without_a_claim() -> None:
@@ -137,8 +118,6 @@ def test_the_check_finds_a_held_block_without_a_claim() -> None:
 
 def test_the_targets_of_a_pull_count_as_incoming() -> None:
     pool = BlockPool(4)
-    targets = pool.reserve(3)
-    assert targets is not None
-    pull = Claim("pull", PullerState.WANTING, targets, since=2.0)
+    pull = Claim("pull", PullerState.WANTING, reserved(pool, 3), since=2.0)
     (holder,) = count_once([pull], pool, now=2.5)
     assert (holder.claim.column, holder.num_counted, holder.age_s) == (Column.INCOMING, 3, 0.5)

@@ -152,6 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for option in ("disk_dir", "host_dir")
         for place in ("kv", "./kv", " ")
     ),
+    ({"cache": {"disk_gb": 1.0}}, "disk_gb needs disk_dir"),
     ({"cache": {"host_gb": 1.0, "disk_gb": 1.0, "disk_dir": "/d"}}, "disk_gb and host_gb"),
     *(
         ({"engine": {"name": "vllm"}, "cache": cache}, r"\[cache\] (disk|host)_gb needs .*, \[engine\] name is vllm")

@@ -53,9 +53,7 @@ def guesses(first: int, count: int, wrong_at: int | None = None) -> Proposal:
 
 
 @pytest.mark.parametrize(("wrong_at", "num_tokens"), [(None, 5), (6, 1), (8, 3), (9, 4)])
-def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
-    monkeypatch: pytest.MonkeyPatch, wrong_at: int | None, num_tokens: int
-) -> None:
+def test_a_step_ends_at_a_wrong_guess(monkeypatch: pytest.MonkeyPatch, wrong_at: int | None, num_tokens: int) -> None:
     driven = Guessing(monkeypatch)
     sequence = driven.add("a", PROMPT, max_tokens=20)
     driven.finish_step(driven.begin(), {"a": guesses(6, 4, wrong_at)})
@@ -71,9 +69,7 @@ def test_a_step_gives_the_tokens_up_to_the_first_wrong_guess(
 
 
 @pytest.mark.parametrize(("num_blocks", "num_drafts"), [(3, 0), (4, 4)])
-def test_guesses_leave_a_free_block_to_each_running_sequence(
-    monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_drafts: int
-) -> None:
+def test_guesses_leave_each_sequence_a_block(monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_drafts: int) -> None:
     """The next token fills the second block."""
     driven = Guessing(monkeypatch, num_blocks=num_blocks)
     driven.add("a", range(1, 8), max_tokens=5)
@@ -165,34 +161,18 @@ def test_drafts_save_the_steps_of_their_tokens_less_their_rows() -> None:
     assert saved_s([], [], 3, 0.030, 0.002) == 0.0
 
 
-def after(right: bool, times: int) -> list[float]:
-    chances, sequence = DraftChances(), make_sequence("a", PROMPT, max_tokens=1000)
-    for _ in range(times):
-        guessed = 50 if right else 51
-        chances.learn(sequence, (), Proposal.copied((guessed,), 3))
-        sequence.token_ids.append(50)
-        chances.learn(sequence, (50,), Proposal.copied((50, 50), 3))
-    return chances.cumulative(sequence, 2)
-
-
-def test_guesses_that_are_right_become_more_likely_and_wrong_ones_less() -> None:
-    prior = FIRST_CHANCES[2]
-    right, wrong = after(True, 40), after(False, 40)
-    assert right[0] > prior > wrong[0]
-    assert right[1] <= right[0]
-    assert wrong[1] <= wrong[0]
-
-
-def test_the_luck_of_one_sequence_is_not_that_of_another() -> None:
+def test_guesses_that_are_right_become_more_likely_and_wrong_ones_less_in_their_own_sequence() -> None:
     chances = DraftChances()
     lucky, unlucky = (make_sequence(name, PROMPT, max_tokens=1000) for name in "ab")
-    for _ in range(30):
+    for _ in range(40):
         for sequence, guess in ((lucky, 50), (unlucky, 51)):
             chances.learn(sequence, (), Proposal.copied((guess,), 3))
             sequence.token_ids.append(50)
-            chances.learn(sequence, (50,), Proposal.copied((guess,), 3))
-    assert chances.cumulative(lucky, 1)[0] > 0.85
-    assert chances.cumulative(unlucky, 1)[0] < 0.25
+            chances.learn(sequence, (50,), Proposal.copied((guess, 50), 3))
+    right, wrong = (chances.cumulative(sequence, 2) for sequence in (lucky, unlucky))
+    assert right[0] > 0.85 > FIRST_CHANCES[2] > 0.25 > wrong[0]
+    assert right[1] <= right[0]
+    assert wrong[1] <= wrong[0]
 
 
 def test_forced_tokens_share_no_luck_with_other_guesses() -> None:
@@ -233,10 +213,6 @@ def test_where_a_row_costs_as_much_as_a_step_or_nobody_speculates_the_runner_nee
 def test_the_sequence_counts_its_own_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Guessing(monkeypatch)
     added: list[Sequence] = [driven.add(name, [ord(name), *PROMPT[1:]], max_tokens=20) for name in "ab"]
-    driven.finish_step(driven.begin(), {"a": guesses(6, 3), "b": wrong_from_the_start(guesses(6, 3))})
+    driven.finish_step(driven.begin(), {"a": guesses(6, 3), "b": guesses(6, 3, wrong_at=6)})
     driven.finish_step(driven.begin(), {})
     assert [(s.num_drafts, s.num_right_drafts) for s in added] == [(3, 3), (3, 0)]
-
-
-def wrong_from_the_start(proposal: Proposal) -> Proposal:
-    return proposal._replace(token_ids=(9, *proposal.token_ids[1:]))

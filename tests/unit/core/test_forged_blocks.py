@@ -12,6 +12,7 @@ import pytest
 
 from core.block_hash import FullBlock, extend_full_blocks, local_hash, sequence_hashes
 from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored
+from tests.support.cached_blocks import allocated
 from tests.unit.core.driving_scheduler import Driven
 
 BLOCK_SIZE = 16
@@ -42,9 +43,8 @@ class Worker(Driven):
 def test_the_forged_tokens_have_the_hash_of_the_honest_tokens_at_every_depth() -> None:
     assert local_hash(struct.pack("<16I", *FORGED)) == local_hash(struct.pack("<16I", *HONEST))
     for before in ((), OTHER, OTHER + OTHER):
-        assert sequence_hashes(before + FORGED + OTHER, BLOCK_SIZE) == sequence_hashes(
-            before + HONEST + OTHER, BLOCK_SIZE
-        )
+        forged, honest = (sequence_hashes(before + tokens + OTHER, BLOCK_SIZE) for tokens in (FORGED, HONEST))
+        assert forged == honest
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
@@ -59,7 +59,8 @@ def test_a_forged_block_and_the_blocks_behind_it_do_not_match(depth: int, way: s
 
 def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool = BlockPool(3)
-    blocks = full_blocks(HONEST + OTHER)
+    blocks: list[FullBlock] = []
+    extend_full_blocks(blocks, HONEST + OTHER, BLOCK_SIZE)
     first, behind, again = allocated(pool, 3)
     pool.register(behind, blocks[1], pool.register(first, blocks[0], ""))
     pool.release([first])
@@ -70,15 +71,3 @@ def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     assert pool.drain_events() == [BlockRemoved(blocks[1].sequence_hash), BlockStored(blocks[1].sequence_hash)]
     assert [found.block for found in pool.match_prefix(blocks, "")] == [first, again]
     pool.check()
-
-
-def full_blocks(tokens: tuple[int, ...]) -> list[FullBlock]:
-    blocks: list[FullBlock] = []
-    extend_full_blocks(blocks, tokens, BLOCK_SIZE)
-    return blocks
-
-
-def allocated(pool: BlockPool, count: int) -> list[int]:
-    blocks = pool.allocate(count)
-    assert blocks is not None
-    return blocks

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -24,41 +23,25 @@ def reachable(table: Mapping[State, frozenset[State]], start: State) -> set[Stat
     return found
 
 
-@dataclass(frozen=True)
-class Table(Generic[State]):
-    steps: Mapping[State, frozenset[State]]
-    states: Iterable[State]
-    start: State
-    ends: frozenset[State]
+OWNER_ENDS = {OwnerState.RELEASED, OwnerState.EXPIRED, OwnerState.ABORTED}
+PULLER_ENDS = {PullerState.COMPLETE, PullerState.FAILED, PullerState.CANCELLED}
 
 
-TABLES: dict[str, Table[Any]] = {
-    "stages": Table(NEXT_STAGES, Stage, Stage.TOKENIZE, frozenset({Stage.FINISHED})),
-    "owner": Table(
-        OWNER_STEPS,
-        OwnerState,
-        OwnerState.COMPUTING,
-        frozenset({OwnerState.RELEASED, OwnerState.EXPIRED, OwnerState.ABORTED}),
-    ),
-    "puller": Table(
-        PULLER_STEPS,
-        PullerState,
-        PullerState.RESERVED,
-        frozenset({PullerState.COMPLETE, PullerState.FAILED, PullerState.CANCELLED}),
-    ),
-}
-each_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-
-
-@each_table
-def test_every_state_is_in_the_table_and_reachable(table: Table[Any]) -> None:
-    assert set(table.steps) == set(table.states) == reachable(table.steps, table.start)
-
-
-@each_table
-def test_no_step_leaves_an_end_and_every_state_leads_to_an_end(table: Table[Any]) -> None:
-    assert {state for state in table.states if not table.steps[state]} == table.ends
-    assert all(reachable(table.steps, state) & table.ends for state in table.states)
+@pytest.mark.parametrize(
+    ("table", "states", "start", "ends"),
+    [
+        (NEXT_STAGES, Stage, Stage.TOKENIZE, {Stage.FINISHED}),
+        (OWNER_STEPS, OwnerState, OwnerState.COMPUTING, OWNER_ENDS),
+        (PULLER_STEPS, PullerState, PullerState.RESERVED, PULLER_ENDS),
+    ],
+    ids=["stages", "owner", "puller"],
+)
+def test_every_state_of_a_table_is_reachable_and_leads_to_an_end_which_no_step_leaves(
+    table: Mapping[State, frozenset[State]], states: type[State], start: State, ends: set[State]
+) -> None:
+    assert set(table) == set(states) == reachable(table, start)
+    assert {state for state in states if not table[state]} == ends
+    assert all(reachable(table, state) & ends for state in states)
 
 
 def test_a_timeline_takes_only_the_steps_of_the_table() -> None:

@@ -88,9 +88,7 @@ def request(token_ids: tuple[int, ...] = (1, 2, 3), num_prompt_tokens: int = 3, 
 
 
 @pytest.mark.parametrize(("token_ids", "num_prompt", "named"), [((), 0, "prompt"), ((1, 2), 3, "num_prompt_tokens")])
-def test_an_empty_prompt_and_one_longer_than_its_tokens_are_refused(
-    token_ids: tuple[int, ...], num_prompt: int, named: str
-) -> None:
+def test_empty_and_too_long_prompts_are_refused(token_ids: tuple[int, ...], num_prompt: int, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         request(token_ids, num_prompt)
 

@@ -11,6 +11,7 @@ import pytest
 from core.config import SchedulerConfig
 from core.errors import InvalidRequest
 from core.lifecycle import FinishReason
+from tests.support.cached_blocks import reserved
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven
 
 # ---- rank
@@ -127,8 +128,7 @@ def test_a_prompt_that_waits_for_many_blocks_is_passed_by_short_ones_only_until_
 
 def test_a_prompt_starts_with_fewer_blocks_where_no_sequence_runs() -> None:
     driven = Driven(num_blocks=6, budget=8)
-    reserved = driven.pool.reserve(4)
-    assert reserved is not None
+    reserved(driven.pool, 4)
     driven.add("prompt", range(21, 41), max_tokens=1)
     assert driven.step() == {"prompt": 8}
 
@@ -138,12 +138,11 @@ def test_the_lowest_ranked_sequence_waits_for_blocks_and_keeps_its_own() -> None
     driven.add("first", range(1, 6), arrival=1, max_tokens=4)  # 5 .. 8 slots, 2 blocks
     second = driven.add("second", range(21, 28), arrival=2, max_tokens=4)  # 7 .. 10 slots, wants a third block
     driven.step()
-    reserved = driven.pool.reserve(1)
-    assert reserved is not None
+    taken = reserved(driven.pool, 1)
     driven.step()
     assert driven.step() == {"first": 1}, "no sequence of lower rank than `second` has blocks"
     assert len(second.block_table) == 2
-    driven.pool.cancel_reservation(reserved)
+    driven.pool.cancel_reservation(taken)
     driven.run_until_idle()
     assert second.num_preemptions == 0
 
@@ -152,11 +151,10 @@ def test_a_chunk_shrinks_to_the_available_blocks() -> None:
     driven = Driven(num_blocks=6, budget=8)
     sequence = driven.add("prompt", range(1, 21), max_tokens=1)
     driven.step()
-    reserved = driven.pool.reserve(3)
-    assert reserved is not None
+    taken = reserved(driven.pool, 3)
     assert driven.step() == {"prompt": 4}
     assert driven.scheduler.schedule() is None, "the missing blocks are reserved for a pull"
-    driven.pool.cancel_reservation(reserved)
+    driven.pool.cancel_reservation(taken)
     assert driven.step() == {"prompt": 8}
     assert sequence.finish_reason is FinishReason.LENGTH
 
@@ -174,8 +172,7 @@ def test_no_sequence_is_admitted_in_a_step_that_lacked_blocks() -> None:
 
 def test_waiting_sequences_are_preempted_only_if_their_blocks_are_enough() -> None:
     driven = Driven(num_blocks=8, max_running=1)
-    outside = driven.pool.reserve(4)
-    assert outside is not None
+    outside = reserved(driven.pool, 4)
     driven.add("large", range(41, 65), arrival=1, max_tokens=1)
     pulled = driven.add_pulled("pulled", range(1, 8), arrival=2)
     assert driven.scheduler.schedule() is None
@@ -194,10 +191,9 @@ def test_a_running_sequence_without_blocks_yields_to_a_pulled_sequence_of_higher
     driven = Driven(num_blocks=4)
     running = driven.add("running", range(1, 8), arrival=1, priority=1)
     driven.step()
-    reserved = driven.pool.reserve(2)
-    assert reserved is not None
+    taken = reserved(driven.pool, 2)
     driven.step()  # computes position 7, which fills its second block
-    driven.pool.cancel_reservation(reserved)
+    driven.pool.cancel_reservation(taken)
     pulled = driven.add_pulled("pulled", range(21, 29), arrival=2, priority=0, max_tokens=6)
     assert driven.step() == {"pulled": 1}
     assert running.num_preemptions == 1

@@ -79,9 +79,7 @@ def test_a_thousand_decodes_do_not_make_it_forget_the_price_of_prompts() -> None
 @MODELS
 @pytest.mark.parametrize("factor", [10.0, 1000.0, 0.01])
 @pytest.mark.parametrize("work", [decodes(4), chunk(512), chunk(64, 512, num_decodes=4)])
-def test_an_outlier_moves_no_prediction_by_more_than_a_few_percent(
-    true: StepCost, factor: float, work: StepWork
-) -> None:
+def test_an_outlier_moves_no_price_by_more_than_a_few_percent(true: StepCost, factor: float, work: StepWork) -> None:
     seen = [decodes(4), chunk(512), chunk(512, 512), chunk(64, 512, num_decodes=4)]
     fit = learned(true, *seen * 30)
     before = [fit.cost.seconds(each) for each in seen]

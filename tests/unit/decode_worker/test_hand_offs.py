@@ -48,7 +48,7 @@ a full queue does not refuse a pulled sequence
   run                         -> tokens runs 0: 4..11; tokens pulls 1: 5..7; tokens waits 0: 4..7; done runs length
                               -> done pulls length, pulled 1; done waits length
 
-with a partial prefix hit only the missing blocks are pulled
+with a partial prefix hit only the missing blocks are pulled, and with a full one only the first token
   arrive before 9 max=2 ticket=9 -> connect peer; want 9: 0..2
   ready 9 0..2 tokens=20      -> read 9: 0..2
   reads                       -> first step before 9+1; release 9; tokens before 0: 20; path peer fine
@@ -59,15 +59,9 @@ with a partial prefix hit only the missing blocks are pulled
   blocks                      -> held 2; incoming 2
   reads                       -> first step a 14+1; release 1; tokens a 0: 20
   run                         -> tokens a 1: 15; done a length, pulled 2, cached 8, skipped 2
-
-with a full prefix hit only the first token is pulled
-  arrive before 8 max=2 ticket=9 -> connect peer; want 9: 0 1
-  ready 9 0 1 tokens=20       -> read 9: 0 1
-  reads                       -> first step before 8+1; release 9; tokens before 0: 20; path peer fine
-  run                         -> tokens before 1: 9; done before length, pulled 2
-  arrive a 8 max=2 ticket=1   -> want 1:
-  ready 1 tokens=33           -> first step a 8+1; release 1; tokens a 0: 33
-  run                         -> tokens a 1: 9; done a length, cached 8, skipped 2
+  arrive b 8 max=2 ticket=2   -> want 2:
+  ready 2 tokens=33           -> first step b 8+1; release 2; tokens b 0: 33
+  run                         -> tokens b 1: 9; done b length, cached 8, skipped 2
 
 a lost owner fails its hand-offs and targets stay reserved until their reads end
   arrive a 6 ticket=1         -> connect peer; want 1: 0 1
@@ -205,10 +199,8 @@ an ended call leaves no deadline and its id may be used again
   idle                        -> no
   run                         -> tokens a 0: 4 5; done a length
   deadline
-  arrive a 4 max=2            -> first step a 0+4
-  run                         -> tokens a 0: 4 5; done a length
-  deadline
   idle                        -> yes
+  arrive a 4 max=2            -> first step a 0+4
 """,
     SETUP,
 )

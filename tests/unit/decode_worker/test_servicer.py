@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import FinishReason, Stage, Timeline
@@ -83,24 +85,19 @@ class Scene:
     def cancelled(self) -> set[str]:
         return {event.request_id for event in self.driver.events if isinstance(event, DecodeCancelled)}
 
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
 
-
-@pytest.fixture
-def scene() -> Scene:
-    return Scene()
+@pytest_asyncio.fixture
+async def scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    yield scene
+    for task in scene.tasks:
+        task.cancel()
+    await asyncio.gather(*scene.tasks, return_exceptions=True)
 
 
 async def turn_the_loop() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
-
-
-def done(name: str) -> DecodeDone:
-    return DecodeDone(name, FinishReason.LENGTH, 0, Timeline(Stage.QUEUE, 0.0), None)
 
 
 async def test_each_token_goes_to_the_stream_of_its_call(scene: Scene) -> None:
@@ -111,7 +108,6 @@ async def test_each_token_goes_to_the_stream_of_its_call(scene: Scene) -> None:
     await scene.emit(("b", 1, 8), ("c", 1, 9))
     assert first.written == [(11, 0, 7), (13, 0, 9), (13, 1, 9)]
     assert second.written == [(12, 0, 8), (12, 1, 8)]
-    await scene.close()
 
 
 async def test_the_end_of_a_call_says_how_many_tokens_are_on_the_stream(scene: Scene) -> None:
@@ -119,10 +115,9 @@ async def test_the_end_of_a_call_says_how_many_tokens_are_on_the_stream(scene: S
     call = await scene.decode("a", 11, 1)
     await scene.emit(("a", 3, 7))
     await scene.emit(("a", 4, 7))
-    scene.servicer.perform(done("a"))
+    scene.servicer.perform(DecodeDone("a", FinishReason.LENGTH, 0, Timeline(Stage.QUEUE, 0.0), None))
     assert (await call).num_tokens == 2
     assert not scene.cancelled()
-    await scene.close()
 
 
 async def test_a_call_without_an_open_stream_is_refused_retryably(scene: Scene) -> None:
@@ -131,7 +126,6 @@ async def test_a_call_without_an_open_stream_is_refused_retryably(scene: Scene) 
         await (await scene.decode("a", 11, stream_id=2))
     assert refused.value.retryable
     assert not scene.driver.events, "the machine does not hear of the call"
-    await scene.close()
 
 
 @pytest.mark.parametrize("stream_id", [0, 1])
@@ -142,7 +136,6 @@ async def test_a_stream_needs_an_id_of_its_own(scene: Scene, stream_id: int) -> 
     await scene.decode("a", 11, 1)
     await scene.emit(("a", 0, 7))
     assert first.written == [(11, 0, 7)], "the open stream goes on"
-    await scene.close()
 
 
 async def test_the_end_of_a_stream_ends_its_calls_and_no_other(scene: Scene) -> None:
@@ -157,7 +150,6 @@ async def test_the_end_of_a_stream_ends_its_calls_and_no_other(scene: Scene) -> 
     assert not kept.done()
     await scene.emit(("a", 0, 7), ("b", 0, 8))
     assert second.written == [(12, 0, 8)]
-    await scene.close()
 
 
 async def test_a_cancelled_call_cancels_its_sequence(scene: Scene) -> None:
@@ -168,7 +160,6 @@ async def test_a_cancelled_call_cancels_its_sequence(scene: Scene) -> None:
     assert scene.cancelled() == {"a"}
     await scene.emit(("a", 0, 7))
     assert stream.written == []
-    await scene.close()
 
 
 async def test_a_stopping_worker_ends_its_calls_and_writes_the_tokens_that_wait(scene: Scene) -> None:
@@ -184,4 +175,3 @@ async def test_a_stopping_worker_ends_its_calls_and_writes_the_tokens_that_wait(
     scene.driver.is_stopped = True
     with pytest.raises(WorkerUnavailable, match="has stopped"):
         await asyncio.wait_for((await scene.stream(2)).task, 5.0)
-    await scene.close()

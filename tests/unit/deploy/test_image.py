@@ -7,15 +7,15 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+SHIPPED = {name.rstrip("*") for name in PROJECT["setuptools"]["packages"]["find"]["include"]}
 
 
 def test_the_image_contains_the_packages_of_pyproject_and_no_others() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (\w+) (\w+)$", dockerfile, re.MULTILINE)
     assert [(source, target) for source, target in copied if source != target] == []
-    assert sorted(source for source, _ in copied) == sorted({*packages, "deploy"})
+    assert sorted(source for source, _ in copied) == sorted({*SHIPPED, "deploy"})
 
 
 def test_the_pins_that_the_image_for_gpus_leaves_out_are_in_constraints() -> None:
@@ -31,8 +31,6 @@ def test_the_pins_that_the_image_for_gpus_leaves_out_are_in_constraints() -> Non
 
 def test_every_package_that_is_shipped_stands_on_a_floor() -> None:
     """`make check` holds the floors: import-linter reads them from pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    shipped = {name.rstrip("*") for name in project["setuptools"]["packages"]["find"]["include"]}
-    layers = next(each["layers"] for each in project["importlinter"]["contracts"] if each["type"] == "layers")
+    layers = next(each["layers"] for each in PROJECT["importlinter"]["contracts"] if each["type"] == "layers")
     on_floors = {name for layer in layers for name in layer.split(" | ")}
-    assert shipped == set(project["importlinter"]["root_packages"]) == on_floors
+    assert SHIPPED == set(PROJECT["importlinter"]["root_packages"]) == on_floors

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -63,25 +62,22 @@ def test_kubernetes_and_kuberay_know_every_field(resources: list[Resource], vers
     check(resources, version)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        ("rayVersions",),
-        ("headGroupSpec", "templates"),
-        ("workerGroupSpecs", 1, "minReplica"),
-        ("autoscalerOptions", "idleTimeoutSecond"),
-        ("workerGroupSpecs", 0, "template", "spec", "terminationGracePeriodSecond"),
-        ("headGroupSpec", "template", "spec", "containers", 0, "readynessProbe"),
-    ],
-    ids=lambda path: str(path[-1]),
+MISSPELT = (
+    "rayVersions headGroupSpec.templates workerGroupSpecs.1.minReplica autoscalerOptions.idleTimeoutSecond "
+    "workerGroupSpecs.0.template.spec.terminationGracePeriodSecond "
+    "headGroupSpec.template.spec.containers.0.readynessProbe"
 )
-def test_a_misspelt_field_is_found(rendered: Callable[[str], list[Resource]], path: tuple[Any, ...]) -> None:
+
+
+@pytest.mark.parametrize("path", MISSPELT.split())
+def test_a_misspelt_field_is_found(rendered: Callable[[str], list[Resource]], path: str) -> None:
     cluster = one(copy.deepcopy(rendered("autoscaling")), "RayCluster")
+    *outer, name = path.split(".")
     place = cluster["spec"]
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = 1
-    with pytest.raises(jsonschema.ValidationError, match=path[-1]):
+    for step in outer:
+        place = place[int(step) if step.isdigit() else step]
+    place[name] = 1
+    with pytest.raises(jsonschema.ValidationError, match=name):
         check([cluster])
 
 
@@ -96,18 +92,13 @@ def test_the_config_agrees_with_the_ports_and_the_places(resources: list[Resourc
     config, cluster = config_of(resources, tmp_path), one(resources, "RayCluster")
     head, *groups = pods(cluster)
     ports = {port["name"]: port["containerPort"] for port in head.container["ports"]}
-    listening = {
-        "grpc": config.router.port,
-        "http": config.gateway.port,
-        "tandem-metrics": config.telemetry.metrics_port,
-    }
+    numbers = config.router.port, config.gateway.port, config.telemetry.metrics_port
+    listening = dict(zip(("grpc", "http", "tandem-metrics"), numbers, strict=True))
     assert ports == listening | {"gcs-server": 6379}
     assert {each["targetPort"]: each["port"] for each in one(resources, "Service")["spec"]["ports"]} == listening
     assert config.router.host == config.gateway.host == "0.0.0.0"
-    assert {pod.group: pod.replicas for pod in groups} == {
-        "prefill": config.cluster.num_prefill,
-        "decode": config.cluster.num_decode,
-    }
+    sizes = config.cluster.num_prefill, config.cluster.num_decode
+    assert [(pod.group, pod.replicas) for pod in groups] == [("prefill", sizes[0]), ("decode", sizes[1])]
 
 
 def test_ray_reads_the_places_of_each_group(resources: list[Resource]) -> None:

@@ -249,7 +249,6 @@ async def living(generation: Generation) -> AsyncIterator[Supervisor]:
 
 
 NAMES = "router-0", "prefill-0", "decode-0"
-DRAIN_CHANGED = "[worker] drain_timeout_s 30.0 -> 7.0"
 
 
 async def test_adopted_services_are_configured_published_watched_and_drained_like_others() -> None:
@@ -292,9 +291,7 @@ async def test_what_an_operator_has_set_outlives_the_supervisor() -> None:
         assert status.planner.pinned == (D,)
         assert status.wanted == {P: 1, D: 1, R: 1}
         assert await heir.config() == FleetConfig(2, json.dumps(spec_of(max_queued=5).text.tables))
-        await until(
-            lambda: {host.live.router.max_queued for host in second.hosts if host.live} == {5}, "all have it", 5.0
-        )
+        await until(lambda: {host.live.router.max_queued for host in second.hosts if host.live} == {5}, "all", 5.0)
 
 
 async def test_a_roll_outlives_the_supervisor() -> None:
@@ -303,7 +300,8 @@ async def test_a_roll_outlives_the_supervisor() -> None:
         await first.comes_to_serve(*NAMES)
         first.hang_next = True  # the new prefill worker does not start
         config = json.dumps(spec_of(7.0).text.tables)
-        assert await killed.apply(config, "", restart=True) == ConfigChange(2, (DRAIN_CHANGED,), True)
+        changed = ("[worker] drain_timeout_s 30.0 -> 7.0",)
+        assert await killed.apply(config, "", restart=True) == ConfigChange(2, changed, True)
     second = Generation(spec_of(), first.store, before=first)
     async with living(second) as heir:
         async with asyncio.timeout(5.0):

@@ -64,12 +64,10 @@ class PlannedFleet:
         return FleetStatus(dict(self.sizes), tuple(slots), rolling=self.rolling)
 
     def traffic(self) -> RouterTraffic:
+        slots = [(slot.role, slot.name) for slot in self.status().slots if slot.role is not R]
         workers = tuple(
-            WorkerTraffic(
-                slot.name, slot.role, self.measured, self.limit_s, 8192, 400_000, self.held[int(slot.name[-1])]
-            )
-            for slot in self.status().slots
-            if slot.role is not R
+            WorkerTraffic(name, role, self.measured, self.limit_s, 8192, 400_000, self.held[int(name[-1])])
+            for role, name in slots
         )
         return RouterTraffic(self.totals, self.num_waiting, self.num_open, 1.0, workers)
 
@@ -334,9 +332,7 @@ def test_a_pinned_prefill_pool_stays_while_the_fleet_rests_and_wakes() -> None:
     assert planned.sizes[D] >= 1
 
 
-async def test_the_fleet_may_refuse_a_plan_and_serves_on_when_the_planner_has_a_bug(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_fleet_may_refuse_a_plan_and_survives_a_bug_of_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[list[PlanAction]] = [[ScaleTo({D: 9})]]
 
     class Broken(Planner):

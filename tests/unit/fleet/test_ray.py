@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import psutil
@@ -17,7 +16,7 @@ from core.config import ClusterConfig
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from fleet.host.host import HostDied, LocalRank
-from fleet.host.service_host import StartFault
+from fleet.host.service_host import ServiceHost, StartFault
 from fleet.law.claims import Claim, Claims, GpuUse
 from fleet.law.events import Member, SlotId
 from fleet.ray import hosts, supervisor_control
@@ -29,20 +28,18 @@ from fleet.ray.supervisor_control import SupervisorControl
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
 
+MEMBER = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
 NO_SERVICE = Mock()  # is never started
 SPEC = FleetSpec(ClusterConfig(), NO_SERVICE, NO_SERVICE, NO_SERVICE, lambda _: "", 0, 1.0, 1.0)
 
 
-async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_machine_with_gpus_that_joins_later_makes_a_start_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     node = {"Resources": {"decode": 1.0, "GPU": 8.0}}
     monkeypatch.setattr(hosts, "node_here", lambda: node)
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
-    member = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
     earlier = claims.of(ServiceRole.DECODE, [])
     assert earlier == Claim("decode"), "no machine of the pool was there"
-    fault = await HostActor(claims, earlier, member, "", None).start_placed(b"", "", LocalRank(0, 1))
+    fault = await HostActor(claims, earlier, MEMBER, "", None).start_placed(b"", "", LocalRank(0, 1))
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
@@ -52,9 +49,7 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
     ("role", "name"),
     [(ServiceRole.ROUTER, "Router"), (ServiceRole.PREFILL, "PrefillWorker"), (ServiceRole.DECODE, "DecodeWorker")],
 )
-def test_an_actor_carries_the_role_of_its_service_in_its_name(
-    monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str
-) -> None:
+def test_an_actor_is_named_by_its_role(monkeypatch: pytest.MonkeyPatch, role: ServiceRole, name: str) -> None:
     """`ps` shows ray:: and the name of the class: each service was a ray::HostActor."""
     remote = Mock()
     monkeypatch.setattr("ray.remote", remote)
@@ -66,9 +61,7 @@ def test_an_actor_carries_the_role_of_its_service_in_its_name(
     assert (actor.__name__, issubclass(actor, HostActor)) == (name, True)
 
 
-async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, kill = Mock(), Mock()
     actor.adopt.remote = AsyncMock(side_effect=ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments")))
     monkeypatch.setattr("ray.get_actor", lambda _: actor)
@@ -79,21 +72,24 @@ async def test_a_host_of_a_version_that_cannot_answer_is_killed_and_the_start_go
     kill.assert_called_once_with(actor)
 
 
-async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_actor(*_: object, **__: object) -> Any:
-        raise AssertionError("ray.get_actor blocks the loop")
+async def test_a_host_that_drains_is_adopted_by_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServiceHost, "drain", AsyncMock())
+    monkeypatch.setattr(hosts, "machine_here", Mock())
+    host = HostActor(Mock(), Claim(), MEMBER, "", None)
+    host._endpoint = Mock()
+    assert await host.adopt("", Mock()) is not None
+    await host.drain(1.0)
+    assert await host.adopt("", Mock()) is None
 
-    monkeypatch.setattr("ray.get_actor", get_actor)
+
+async def test_the_supervisor_is_asked_by_its_handle_and_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.get_actor", Mock(side_effect=AssertionError("ray.get_actor blocks the loop")))
     supervisor = Mock()
-    supervisor.scale.remote = AsyncMock(return_value={ServiceRole.DECODE: 2})
-    assert await SupervisorControl(supervisor).scale({}) == {ServiceRole.DECODE: 2}
-
-
-async def test_a_refusal_names_the_field() -> None:
-    supervisor = Mock()
-    supervisor.scale.remote = AsyncMock(return_value=Refusal("decode", "at most 4"))
+    supervisor.scale.remote = AsyncMock(side_effect=[{ServiceRole.DECODE: 2}, Refusal("decode", "at most 4")])
+    control = SupervisorControl(supervisor)
+    assert await control.scale({}) == {ServiceRole.DECODE: 2}
     with pytest.raises(InvalidRequest, match="decode: at most 4"):
-        await SupervisorControl(supervisor).scale({ServiceRole.DECODE: 5})
+        await control.scale({ServiceRole.DECODE: 5})
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +102,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: p
 
 async def test_an_actor_that_ray_kills_for_memory_is_dead() -> None:
     """`tandem serve` ended with a traceback of a hundred lines."""
-
-    async def call() -> None:
-        raise ray.exceptions.OutOfMemoryError("4 worker(s) were killed")
-
+    call = AsyncMock(side_effect=ray.exceptions.OutOfMemoryError("4 worker(s) were killed"))
     with pytest.raises(HostDied, match="short of memory"):
         await await_actor(call())
 
@@ -164,9 +157,7 @@ def test_close_ends_the_processes_of_the_starter_also_if_the_starter_was_killed(
         ("sys.exit(1)", "the process that keeps it"),
     ],
 )
-async def test_died_returns_the_name_of_the_dead_process(
-    then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_died_names_the_process(then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starter = tmp_path / "starter.py"
     starter.write_text(f"import json, sys\nprint(json.dumps({{'address': 'here'}}), flush=True)\n{then}\n")
     monkeypatch.setattr("fleet.ray.head.STARTER", starter)

@@ -174,11 +174,6 @@ def build(placement: Placement) -> Service:
     raise AssertionError(f"no process starts: {placement}")
 
 
-def router_host(machine: str) -> str:
-    del machine
-    return "127.0.0.1"
-
-
 def make(text: ConfigText) -> FleetSpec:
     config = text.config
     full = ConfigText.of(config, text.flags, text.steps)
@@ -190,7 +185,7 @@ def options(max_queued: int) -> str:
 
 
 CLUSTER = ClusterConfig(start_timeout_s=0.5, restart_backoff_s=0.01)
-SPEC = FleetSpec(CLUSTER, build, build, build, router_host, 0, 30.0, 10.0, make=make)
+SPEC = FleetSpec(CLUSTER, build, build, build, lambda _: "127.0.0.1", 0, 30.0, 10.0, make=make)
 
 
 @pytest_asyncio.fixture

@@ -104,19 +104,15 @@ an offer that comes after the puller gave up ends at once
   offer 0 last=1              -> owner connect puller; owner offer released cancelled by RELEASE
   blocks                      -> incoming 1
 
-a pull without reads ends at once when its owner is lost
-  reserve_pull                -> puller connect owner
-  lost owner                  -> puller failed peer_lost (reset)
-
 a read that times out gives the pull up at once and keeps the targets until its end
-  offer 0..7 last=1           -> owner connect puller; owner digests 8
-  pull 0..7                   -> puller connect owner; puller want: 0..7
-  deliver                     -> owner ready: 0..7 last 42; puller read: 0..3; puller read: 4..7
+  offer 0..9 last=1           -> owner connect puller; owner digests 10
+  pull 0..9                   -> puller connect owner; puller want: 0..9
+  deliver                     -> owner ready: 0..9 last 42; puller read: 0..3; puller read: 4..7
   read_times_out 0            -> puller given up read_failed (no end in time)
   read_times_out 1
   # the puller renews the lease no more, so the owner ends it
   wait 36                     -> owner offer expired lease_expired
-  blocks                      -> incoming 8
+  blocks                      -> incoming 10
   read_fails 0
   read_fails 1                -> puller release read_failed; puller failed read_failed (no end in time)
 """
@@ -169,21 +165,6 @@ COPIED = """
 
 test_growing_pulls = transcripts(
     """
-fewer blocks than wanted complete the pull and bring all tokens
-  add 2 last=1 tokens=11,12,13 -> owner digests 1; owner ready: 2 last 11..13
-  deliver                     -> puller targets: 2 last
-  place                       -> puller read: 2
-  reads                       -> puller release; puller completed 3 blocks, tokens 11..13; puller path owner fine
-  deliver                     -> owner offer released by RELEASE
-  blocks                      -> incoming 3
-
-a puller that knows all tokens needs no block of the newest one
-  add 2 last=1 tokens=,       -> owner digests 1; owner ready: 2 last
-  deliver                     -> puller targets: 2 last
-  place                       -> puller read: 2
-  reads                       -> puller release; puller completed 3 blocks, tokens none; puller path owner fine
-  deliver                     -> owner offer released by RELEASE
-
 more tokens than wanted blocks fail the pull
   add 2..4 last=1 tokens=0..11 -> owner digests 3; owner ready: 2..4 last 0..11
   deliver                     -> puller release read_failed

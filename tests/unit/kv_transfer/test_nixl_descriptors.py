@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,6 @@ def transport(device: int | None) -> tuple[NixlTransport, Agent]:
     return opened, agent
 
 
-def peer(device: int | None) -> AgentAddress:
-    address = AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0)
-    return replace(address, device=device)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "local", "remote"),
     [
@@ -76,15 +71,12 @@ def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
     ours: int | None, theirs: int | None, local: tuple[int, str], remote: tuple[int, str]
 ) -> None:
     reader, agent = transport(ours)
-    reader.connect(peer(theirs))
+    reader.connect(replace(AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0), device=theirs))
     reader.start_read("theirs", [ByteRun(8, 16, 100)])
     reader.start_block_read("theirs", [1], [2])
     assert agent.registered == [((4096, 4 * LAYOUT.block_bytes, local[0], ""), local[1])]
     assert [(name, row[2], kind) for name, row, kind in agent.prepared] == [("", *local), ("theirs", *remote)]
-    assert agent.listed == [
-        ([(4096 + 16, 100, local[0])], local[1]),
-        ([((1 << 20) + 8, 100, remote[0])], remote[1]),
-    ]
+    assert agent.listed == [([(4096 + 16, 100, local[0])], local[1]), ([((1 << 20) + 8, 100, remote[0])], remote[1])]
 
 
 def test_either_build_of_nixl_is_taken_and_both_are_named_where_there_is_none() -> None:
@@ -93,9 +85,7 @@ def test_either_build_of_nixl_is_taken_and_both_are_named_where_there_is_none() 
         import_nixl(("nixl_cu13x", "nixl_cu12x"))
 
 
-def test_of_two_builds_the_one_for_the_loaded_cuda_runtime_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_builds_that_of_the_loaded_runtime_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("pretended_cu13", "pretended_cu12")
     for name in names:
         package = tmp_path / name
@@ -107,11 +97,7 @@ def test_of_two_builds_the_one_for_the_loaded_cuda_runtime_is_taken(
     for runtime, taken in (("", names[0]), ("7f /usr/lib/libcudart.so.12.4", names[1]), ("libcudart.so.13", names[0])):
         maps.write_text(runtime)
         assert import_nixl(names, maps).__name__ == taken
-    for name in [
-        name
-        for name, module in sys.modules.items()
-        if name.startswith("pretended_cu") and isinstance(module, ModuleType)
-    ]:
+    for name in [name for name in sys.modules if name.startswith("pretended_cu")]:
         monkeypatch.delitem(sys.modules, name)
 
 
@@ -148,7 +134,4 @@ def test_gpudirect_needs_an_rdma_device_and_a_way_into_gpu_memory(
     (tmp_path / "modules").write_text(modules)
     (tmp_path / "version").write_text(driver)
     assert has_gpudirect(devices, tmp_path / "modules", tmp_path / "version") is found
-
-
-def test_a_machine_without_any_of_these_files_has_no_gpudirect(tmp_path: Path) -> None:
-    assert not has_gpudirect(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert not has_gpudirect(tmp_path / "a", tmp_path / "b", tmp_path / "c"), "without any of these files"

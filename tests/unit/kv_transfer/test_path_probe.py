@@ -118,9 +118,7 @@ QUIET: Traffic = {Lane.TCP: 0, Lane.RDMA: 0}
 class End:
     def __init__(self, name: str, fabric: MemoryFabric, fill: int) -> None:
         self.bytes = np.full(NUM_BLOCKS * LAYOUT.block_bytes + PROBE_BYTES, fill, np.uint8)
-        self.pool = PoolMemory(
-            self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, memoryview(self.bytes.data), probe_bytes=PROBE_BYTES
-        )
+        self.pool = PoolMemory(self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, self.bytes.data, probe_bytes=PROBE_BYTES)
         self.transport = MemoryTransport(name, fabric)
         self.transport.register(self.pool)
         self.address = AgentAddress(
@@ -151,7 +149,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_probe_touches_no_block_on_either_side(pair: Pair) -> None:
+def test_a_probe_touches_no_block_and_went_over_tcp_if_a_network_device_has_counted_it(pair: Pair) -> None:
     assert pair.start() == []
     (probed,) = pair.ends()
     assert isinstance(probed, PathProbed)
@@ -160,14 +158,11 @@ def test_a_probe_touches_no_block_on_either_side(pair: Pair) -> None:
     blocks = NUM_BLOCKS * LAYOUT.block_bytes
     assert not pair.reader.bytes[:blocks].any()
     assert (pair.reader.bytes[blocks:] == 7).all()
-
-
-def test_bytes_that_a_network_device_has_counted_went_over_tcp(pair: Pair) -> None:
     pair.counted = iter([{Lane.TCP: 50, Lane.RDMA: 0}, {Lane.TCP: 50 + PROBE_BYTES, Lane.RDMA: 0}])
     pair.start()
-    (probed,) = pair.ends()
-    assert isinstance(probed, PathProbed)
-    assert probed.seen is Lane.TCP
+    (counted,) = pair.ends()
+    assert isinstance(counted, PathProbed)
+    assert counted.seen is Lane.TCP
 
 
 def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:
@@ -206,9 +201,7 @@ def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: i
 
 
 @pytest.mark.parametrize("kernel_copies", [True, False])
-def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
-) -> None:
+def test_a_location_measures_memory_and_changes_no_block(monkeypatch: pytest.MonkeyPatch, kernel_copies: bool) -> None:
     if not kernel_copies:
         monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
     num_blocks = COPIED_BYTES // LAYOUT.block_bytes

@@ -10,28 +10,11 @@ import pytest
 from core.block_hash import FullBlock
 from core.config import TransferConfig
 from core.errors import TransferFailed
-from core.handoff import Abort, AbortReason, OfferedBlocks, OwnerState, PullerState, Ready, Want
+from core.handoff import AbortReason, OfferedBlocks, OwnerState, PullerState, Ready, Want
 from core.scheduling.block_pool import BlockPool
-from kv_transfer.protocol.events import (
-    MessageReceived,
-    PeerLost,
-    PullCompleted,
-    PullFailed,
-    SendMessage,
-    StartRead,
-    TargetsNeeded,
-)
+from kv_transfer.protocol.events import MessageReceived, PeerLost, PullFailed, SendMessage, StartRead, TargetsNeeded
 from kv_transfer.protocol.machine import TransferMachine
-from tests.unit.kv_transfer.transfer_pair import (
-    CONFIG,
-    ID,
-    LAYOUT,
-    Pair,
-    address,
-    assert_completed,
-    assert_failed,
-    assert_freed,
-)
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 
 def known_to_its_owner() -> Pair:
@@ -49,7 +32,7 @@ def test_a_pull_that_its_owner_does_not_know_fails_after_half_a_lease(wants: boo
     pair.wait(CONFIG.lease_s / 2 - 0.1 * wants)
     assert not pair.puller.results
     pair.wait(within_s)
-    assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
+    pair.assert_failed(AbortReason.UNKNOWN_TRANSFER)
 
 
 def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
@@ -61,10 +44,10 @@ def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
     pair.event(pair.owner, PeerLost("puller", died=True))
     for other in (1, 2):
         pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address, math.inf)
-        pair.act(pair.owner, pair.owner.machine.owner.abort(other, AbortReason.CANCELLED))
+        pair.abort_offer(other)
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)
-    assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
+    pair.assert_failed(AbortReason.UNKNOWN_TRANSFER)
 
 
 def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner() -> None:
@@ -73,10 +56,8 @@ def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner()
         pair.offer([0], last=False)
         pair.pull([0, 1])
         pair.run()
-        pair.act(pair.owner, pair.owner.machine.owner.abort(ID, AbortReason.OVERLOADED))
-        (mail,) = pair.lose_mail()
-        assert isinstance(mail.message, Abort)
-        pair.deliver(replace(mail, message=replace(mail.message, detail=detail)))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(ID, AbortReason.OVERLOADED, detail))
+        pair.run()
         failed = pair.pull_result()
         assert isinstance(failed, PullFailed)
         assert failed.detail == said
@@ -96,10 +77,8 @@ def test_a_repeated_last_ready_does_not_shorten_the_exposed_time() -> None:
     pair.time += 1.0
     pair.end_read(pair.puller, 0)
     pair.run()
-    result = pair.pull_result()
-    assert isinstance(result, PullCompleted)
-    assert result.stats.exposed_s == 2.0
-    assert_completed(pair)
+    assert pair.stats().exposed_s == 2.0
+    pair.assert_completed()
 
 
 def test_reads_are_counted_and_timed() -> None:
@@ -109,11 +88,9 @@ def test_reads_are_counted_and_timed() -> None:
     pair.deliver_all()
     pair.time += 2.0
     pair.run()
-    counters, result = pair.puller.machine.counters, pair.pull_result()
+    counters, stats = pair.puller.machine.counters, pair.stats()
     assert (counters.num_bytes_read, counters.num_reads) == (3 * LAYOUT.block_bytes, 1)
     assert (counters.read_seconds, counters.pulls["complete"]) == (pair.read_seconds, 1)
-    assert isinstance(result, PullCompleted)
-    stats = result.stats
     assert (stats.num_blocks, stats.num_bytes, stats.num_reads) == (3, 3 * LAYOUT.block_bytes, 1)
     assert (stats.read_s, stats.total_s, stats.exposed_s) == (pair.read_seconds, 2.0, 2.0)
 
@@ -178,7 +155,7 @@ def test_blocks_whose_owner_sends_no_digests_are_accepted() -> None:
     blocks = replace(ready.message.blocks, digests=(0, 0))
     pair.deliver(replace(ready, message=replace(ready.message, blocks=blocks)))
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
 
 
 @pytest.mark.parametrize(("token_id", "is_known"), [(41, True), (42, False)])
@@ -204,31 +181,6 @@ def test_no_id_is_pulled_twice_until_the_table_forgets_the_oldest_end() -> None:
     pair.do(pair.puller, pair.puller.machine.reserve_pull, 1, pair.owner.address)
 
 
-def wanting(num_positions: int) -> Pair:
-    """A pull without a target, whose WANT has arrived."""
-    pair = Pair()
-    pair.offer([], last=False)
-    pair.reserve_pull()
-    pair.do(pair.puller, pair.puller.machine.puller.start, ID, range(num_positions))
-    pair.deliver_all()
-    return pair
-
-
-def test_a_pull_that_lacks_targets_keeps_its_lease_and_tells_the_owner() -> None:
-    pair = wanting(2)
-    pair.add_ready([0, 1], last=True)
-    pair.deliver_all()
-    assert pair.owner.machine.starved_offers() == []
-    pair.wait(5 * CONFIG.lease_s)
-    assert pair.num_leases() == 2
-    assert pair.owner.machine.starved_offers() == [ID]
-    pair.add_targets(pair.puller.targets([0, 1]))
-    pair.wait(CONFIG.lease_s / 2)
-    assert pair.owner.machine.starved_offers() == []
-    pair.run()
-    assert_completed(pair)
-
-
 def test_a_block_with_a_wrong_digest_is_read_again() -> None:
     pair = Pair()
     blocks = dict(pair.offer([0, 1, 2]))
@@ -240,10 +192,8 @@ def test_a_block_with_a_wrong_digest_is_read_again() -> None:
     assert [source for source, _ in again.pairs] == [blocks[1]]
     pair.owner.content[blocks[1]] = 101
     pair.run()
-    assert_completed(pair)
-    result = pair.pull_result()
-    assert isinstance(result, PullCompleted)
-    assert result.stats.num_blocks_reread == 1
+    pair.assert_completed()
+    assert pair.stats().num_blocks_reread == 1
 
 
 def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
@@ -254,19 +204,7 @@ def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
     pair.deliver_all()
     pair.owner.content[blocks[1]] = -1
     pair.run()
-    assert_failed(pair, AbortReason.DIGEST_MISMATCH)
+    pair.assert_failed(AbortReason.DIGEST_MISMATCH)
     assert pair.puller.machine.counters.num_digest_mismatches == CONFIG.max_read_attempts
-    assert_freed(pair, OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
+    pair.assert_freed(OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
     assert pair.owner.pool.registered_hashes() == [], "the prefix cache serves the corrupt block"
-
-
-def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
-    pair = Pair()
-    pair.offer(list(range(20)))
-    pair.pull(list(range(20)))
-    pair.deliver_all()
-    reads = list(pair.puller.reads.values())
-    assert [len(read.pairs) for read in reads] == [CONFIG.max_blocks_per_read] * CONFIG.max_reads_in_flight
-    assert all(list(read.pairs) == sorted(read.pairs) for read in reads)
-    expected_s = 4 * LAYOUT.block_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s
-    assert reads[0].timeout_s == pytest.approx(expected_s)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AbortReason, AgentAddress
+from core.handoff import AbortReason
 from core.kv_layout import KVLayout
 from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.protocol.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
-from kv_transfer.transports.transport import PoolMemory, TransportEvent
+from kv_transfer.transports.transport import PoolMemory
 
 LAYOUT = KVLayout("m", "float32", num_layers=4, num_kv_heads=8, block_size=16, head_dim=64)  # 256 KiB a block
 PER_SLICE = SLICE_BYTES // LAYOUT.block_bytes
@@ -27,11 +28,9 @@ SOURCE = np.random.default_rng(1).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_byt
 class Copier:
     """A transport for reads alone. It copies at the start of a read, or when the test calls `copy`."""
 
-    name, busy = "copier", False
-
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
-        self.source, self.target = SOURCE, np.zeros_like(SOURCE)
+        self.target = np.zeros_like(SOURCE)
         self.sizes: list[int] = []
         self.waiting: dict[int, Runs] = {}
         self.cancelled: list[int] = []
@@ -56,21 +55,15 @@ class Copier:
 
     def copy(self, handle: int) -> None:
         for source, target, num_bytes in self.waiting[handle]:
-            self.target.reshape(-1)[target : target + num_bytes] = self.source.reshape(-1)[source : source + num_bytes]
+            self.target.reshape(-1)[target : target + num_bytes] = SOURCE.reshape(-1)[source : source + num_bytes]
 
     def cancel(self, handle: int) -> None:
         self.cancelled.append(handle)
 
-    def register(self, pool: PoolMemory) -> None: ...
-    def connect(self, peer: AgentAddress) -> None: ...
-    def disconnect(self, peer: str) -> None: ...
-    def notify(self, peer: str, payload: bytes) -> None: ...
-    def close(self) -> None: ...
-    def metadata(self) -> bytes:
-        return b""
 
-    def poll(self) -> list[TransportEvent]:
-        return []
+def copies(at_once: bool) -> Any:
+    """A `Copier`, which is no whole transport."""
+    return Copier(at_once)
 
 
 def reads_into(copier: Copier, verify: bool = True) -> Reads:
@@ -83,36 +76,39 @@ def start_of(num_blocks: int) -> StartRead:
     return StartRead(7, 1, "owner", tuple(range(num_blocks)), targets, timeout_s=1.0)
 
 
-def digests_of(copier: Copier, num_blocks: int) -> tuple[int, ...]:
-    return tuple(xxhash.xxh3_64_intdigest(copier.source[block]) for block in range(num_blocks))
+def digests_of(num_blocks: int) -> tuple[int, ...]:
+    return tuple(xxhash.xxh3_64_intdigest(block) for block in SOURCE[:num_blocks])
+
+
+def result_of(read: Read | None) -> ReadFinished | ReadFailed:
+    """Of a read that has ended."""
+    assert read is not None
+    return read.result(0.5)
 
 
 def test_slices_that_land_at_once_are_read_one_in_each_turn() -> None:
-    copier = Copier(at_once=True)
+    copier = copies(at_once=True)
     reads, count = reads_into(copier), 2 * PER_SLICE + 3
     assert reads.start(copier, start_of(count), PLAN, 1.0) is None
     assert reads.take_turn(copier) is None
     assert reads
-    read = reads.take_turn(copier)
-    assert read is not None
-    assert read.result(0.5) == ReadFinished(7, digests_of(copier, count), 0.5)
+    assert result_of(reads.take_turn(copier)) == ReadFinished(7, digests_of(count), 0.5)
     assert copier.sizes == [SLICE_BYTES, SLICE_BYTES, 3 * LAYOUT.block_bytes]
     assert not reads
 
 
 def test_a_short_read_ends_before_a_long_one_that_began_earlier() -> None:
-    copier = Copier(at_once=True)
+    copier = copies(at_once=True)
     reads = reads_into(copier)
     assert reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0) is None
     short = reads.start(copier, replace(start_of(2), read_id=8), PLAN, 1.0)
-    assert short is not None
-    assert short.result(0.5) == ReadFinished(8, digests_of(copier, 2), 0.5)
+    assert result_of(short) == ReadFinished(8, digests_of(2), 0.5)
     assert reads.has_turns
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_read_that_is_lost_or_late_between_its_turns_ends_at_the_next_one(is_late: bool) -> None:
-    copier = Copier(at_once=True)
+    copier = copies(at_once=True)
     reads = reads_into(copier)
     reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0)
     if is_late:
@@ -122,23 +118,21 @@ def test_a_read_that_is_lost_or_late_between_its_turns_ends_at_the_next_one(is_l
         reads.lose("another")
         reads.lose("owner")
     ended = reads.take_turn(copier)
-    assert ended is not None
-    assert isinstance(ended.result(0.5), ReadFailed)
+    assert isinstance(result_of(ended), ReadFailed)
     assert copier.sizes == [SLICE_BYTES], "nothing more was read"
     assert not reads
     assert not is_late or ended is read
 
 
 def test_without_digests_a_read_is_one_slice() -> None:
-    copier = Copier(at_once=True)
+    copier = copies(at_once=True)
     read = reads_into(copier, verify=False).start(copier, start_of(3 * PER_SLICE), PLAN, 1.0)
-    assert read is not None
-    assert read.result(0.5) == ReadFinished(7, (), 0.5)
+    assert result_of(read) == ReadFinished(7, (), 0.5)
     assert copier.sizes == [3 * SLICE_BYTES]
 
 
 def test_slices_that_land_later_in_any_order_are_bounded_in_number() -> None:
-    copier = Copier(at_once=False)
+    copier = copies(at_once=False)
     reads, count = reads_into(copier), 30 * PER_SLICE
     ended: list[Read | None] = [reads.start(copier, start_of(count), PLAN, 1.0)]
     while copier.waiting:
@@ -149,13 +143,11 @@ def test_slices_that_land_later_in_any_order_are_bounded_in_number() -> None:
         del copier.waiting[handle]
         ended.append(reads.on_done(copier, handle))
     assert len(copier.sizes) == 30
-    last = ended[-1]
-    assert last is not None
-    assert last.result(0.5) == ReadFinished(7, digests_of(copier, count), 0.5)
+    assert result_of(ended[-1]) == ReadFinished(7, digests_of(count), 0.5)
 
 
 def test_a_slice_that_breaks_ends_the_read_only_when_none_is_in_flight() -> None:
-    copier = Copier(at_once=False)
+    copier = copies(at_once=False)
     reads = reads_into(copier)
     assert reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0) is None
     assert reads.on_broken(copier, 1, PeerDisconnected("gone")) is None
@@ -168,19 +160,18 @@ def test_a_slice_that_breaks_ends_the_read_only_when_none_is_in_flight() -> None
 
 
 def test_a_slice_that_cannot_start_cancels_those_before_it() -> None:
-    copier = Copier(at_once=False)
+    copier = copies(at_once=False)
     copier.fail_at = 2
     reads = reads_into(copier)
     assert reads.start(copier, start_of(4 * PER_SLICE), PLAN, 1.0) is None
     assert sorted(copier.cancelled) == [0, 1]
     assert reads.on_broken(copier, 0, TransportError("cancelled")) is None
     read = reads.on_broken(copier, 1, TransportError("cancelled"))
-    assert read is not None
-    assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "told to")
+    assert result_of(read) == ReadFailed(7, AbortReason.READ_FAILED, "told to")
 
 
 def test_a_late_read_is_cancelled_once_and_says_how_long_it_took() -> None:
-    copier = Copier(at_once=False)
+    copier = copies(at_once=False)
     reads = reads_into(copier)
     assert reads.start(copier, start_of(1), PLAN, began_at=4.0) is None
     assert not reads.time_out(copier, 4.9)
@@ -189,5 +180,4 @@ def test_a_late_read_is_cancelled_once_and_says_how_long_it_took() -> None:
     assert not reads.time_out(copier, 6.0)
     assert copier.cancelled == [0]
     read = reads.on_broken(copier, 0, TransportError("cancelled"))
-    assert read is not None
-    assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "a read did not end within 1.0 s")
+    assert result_of(read) == ReadFailed(7, AbortReason.READ_FAILED, "a read did not end within 1.0 s")

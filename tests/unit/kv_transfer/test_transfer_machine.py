@@ -13,7 +13,6 @@ from core.handoff import (
     MAX_POSITIONS,
     Abort,
     AbortReason,
-    HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
     OfferedBlocks,
@@ -30,25 +29,14 @@ from kv_transfer.protocol.events import ComputeDigests, Connect, Disconnect, Mes
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.owner import MAX_EARLY_BLOCKS
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_pair import (
-    CONFIG,
-    ID,
-    LAYOUT,
-    Mail,
-    Pair,
-    Side,
-    address,
-    assert_completed,
-    assert_failed,
-    assert_freed,
-)
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair, Side, address
 
 
 def test_idle_peers_above_the_limit_are_disconnected() -> None:
     pair = Pair()
     for number in range(80):
         pair.do(pair.owner, pair.owner.machine.offer, number, address(f"peer{number}", number + 1), math.inf)
-        pair.act(pair.owner, pair.owner.machine.owner.abort(number, AbortReason.CANCELLED))
+        pair.abort_offer(number)
     connected = {link.peer.name for link in pair.owner.links if isinstance(link, Connect)}
     gone = [link.peer for link in pair.owner.links if not isinstance(link, Connect)]
     assert len(connected) - len(gone) == 64
@@ -96,17 +84,7 @@ def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:
     pair.end_read(pair.puller, 0)
     assert pair.puller.pull_state(ID) is PullerState.VERIFYING
     pair.deliver_all()
-    assert_completed(pair)
-
-
-def test_a_lost_peer_is_connected_again_for_the_next_transfer() -> None:
-    pair = Pair()
-    pair.event(pair.owner, PeerLost("puller"))
-    pair.offer([0])
-    pair.pull([0])
-    pair.event(pair.owner, PeerLost("puller"))
-    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
-    assert pair.owner.links == [Connect(pair.puller.address)] * 2
+    pair.assert_completed()
 
 
 def test_an_owner_restarted_under_its_name_is_another_one() -> None:
@@ -135,15 +113,11 @@ def test_a_restarted_owner_does_not_know_the_old_transfers() -> None:
     pair.owner = pair.sides["owner"] = Side(address("owner", 12), 0.0, CONFIG)
     pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address, math.inf)
     pair.wait(5 * CONFIG.heartbeat_s)
-    assert_failed(pair, AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
+    pair.assert_failed(AbortReason.PEER_LOST)  # the puller drops the answers of another incarnation
 
 
 def offer(pair: Pair, transfer_id: int) -> None:
     pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address, math.inf)
-
-
-def end_offer(pair: Pair, transfer_id: int) -> None:
-    pair.act(pair.owner, pair.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
 
 
 def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
@@ -158,7 +132,7 @@ def test_a_want_for_an_aborted_offer_is_answered_with_the_abort_again() -> None:
     pair = Pair()
     pair.offer([0], last=False)
     assert isinstance(ask(pair, ID, 1)[0], Ready)
-    end_offer(pair, ID)
+    pair.abort_offer()
     assert pair.owner.machine.alive, "the blocks may still be read"
     (answer,) = ask(pair, ID, 2)
     assert isinstance(answer, Abort)
@@ -171,7 +145,7 @@ def test_a_want_for_an_ended_offer_is_answered_until_the_table_forgets_the_oldes
     pair.wait(CONFIG.heartbeat_s)  # the owner has met the puller
     for transfer_id in (1, 2, 3):
         offer(pair, transfer_id)
-        end_offer(pair, transfer_id)
+        pair.abort_offer(transfer_id)
     assert ask(pair, 1, 101) == [], "it may be on its way to us"
     for transfer_id in (2, 3):
         (answer,) = ask(pair, transfer_id, 200 + transfer_id)
@@ -191,14 +165,14 @@ def test_an_abort_of_the_puller_ends_an_offer_at_once_only_if_no_block_was_annou
     pair = Pair()
     pair.offer([0], last=False)
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair.assert_freed(OwnerState.ABORTED, AbortReason.CANCELLED)
     pair = Pair()
     pair.offer([0], last=False)
     ask(pair, ID, 1)
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 2, AbortReason.CANCELLED)))
     assert pair.num_leases() == 1, "until its RELEASE"
     pair.event(pair.owner, MessageReceived("puller", Release(ID, 22, 3, AbortReason.CANCELLED)))
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair.assert_freed(OwnerState.ABORTED, AbortReason.CANCELLED)
 
 
 def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected_to() -> None:
@@ -275,10 +249,6 @@ def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
     assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
 
 
-def foreign(message: HandoffMessage) -> HandoffMessage:
-    return replace(message, incarnation=99, counter=message.counter + 1000)
-
-
 def test_messages_of_another_incarnation_are_dropped() -> None:
     pair = Pair()
     pair.offer([0], last=False)
@@ -286,7 +256,8 @@ def test_messages_of_another_incarnation_are_dropped() -> None:
     pair.run()
     pair.wait(CONFIG.heartbeat_s, deliver=False)
     for mail in pair.lose_mail():
-        pair.deliver(Mail(mail.sender, mail.receiver, foreign(mail.message)))
+        foreign = replace(mail.message, incarnation=99, counter=mail.message.counter + 1000)
+        pair.deliver(replace(mail, message=foreign))
     pair.deliver(Mail("puller", "owner", Release(ID, 99, 1000, None)))
     pair.deliver(Mail("owner", "puller", Abort(ID, 99, 1000, AbortReason.CANCELLED)))
     assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 2  # heartbeat and RELEASE
@@ -294,7 +265,7 @@ def test_messages_of_another_incarnation_are_dropped() -> None:
     assert pair.num_leases() == 1
     pair.add_ready([1], last=True)
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
 
 
 def test_messages_for_unknown_transfers_are_bounded_and_dropped() -> None:
@@ -319,30 +290,29 @@ def test_the_blocks_that_early_wants_name_are_bounded() -> None:
     assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == most
 
 
+def announced(pair: Pair, rows: list[tuple[int, int, int]], token_ids: tuple[int, ...] = (), counter: int = 50) -> None:
+    """A READY with these positions, blocks and digests arrives. With tokens, it is the last."""
+    ready = Ready(ID, 11, counter, 1, 0, OfferedBlocks.of(rows), bool(token_ids), token_ids)
+    pair.event(pair.puller, MessageReceived("owner", ready))
+
+
 def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
-    unwanted, outside, below, twice = (
-        [(7, 0, 0)],
-        [(0, 3, 0), (1, 32, 0)],
-        [(0, -1, 0), (1, 3, 0)],
-        [(0, 3, 0), (0, 4, 0)],
-    )
-    for bad in (unwanted, outside, below, twice):
+    unwanted, outside, below = [(7, 0, 0)], [(0, 3, 0), (1, 32, 0)], [(0, -1, 0), (1, 3, 0)]
+    for bad in (unwanted, outside, below, [(0, 3, 0), (0, 4, 0)]):  # the last one: twice
         pair = Pair()
         pair.pull([0, 1])
-        ready = Ready(ID, 11, 50, 1, 0, OfferedBlocks.of(bad), False)
-        pair.event(pair.puller, MessageReceived("owner", ready))
-        assert_failed(pair, AbortReason.READ_FAILED)
+        announced(pair, bad)
+        pair.assert_failed(AbortReason.READ_FAILED)
 
 
 def test_an_owner_whose_last_readys_differ_fails_the_pull() -> None:
     pair = Pair()
     pair.owner.content = dict.fromkeys(range(pair.owner.pool.num_blocks), 1)
     pair.pull([0])
-    for counter, token_id in ((50, 42), (51, 43)):
-        blocks = OfferedBlocks.of([(0, 3, 0)])
-        pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, counter, 1, 0, blocks, True, (token_id,))))
+    announced(pair, [(0, 3, 0)], (42,))
+    announced(pair, [(0, 3, 0)], (43,), counter=51)
     pair.run()
-    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.assert_failed(AbortReason.READ_FAILED)
 
 
 def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_pull() -> None:
@@ -353,10 +323,9 @@ def test_an_owner_that_announces_more_blocks_than_its_sequence_fills_fails_the_p
     start, positions = pair.puller.machine.puller.start, [0, 1, 2]
     pair.act(pair.puller, start(ID, positions, pair.now(pair.puller), 12, 2))
     pair.add_targets(pair.puller.targets(positions))
-    blocks = OfferedBlocks.of([(position, 3 + position, 0) for position in positions])
-    pair.event(pair.puller, MessageReceived("owner", Ready(ID, 11, 50, 1, 0, blocks, True, (1, 2, 3, 4, 5))))
+    announced(pair, [(position, 3 + position, 0) for position in positions], (1, 2, 3, 4, 5))
     pair.run()
-    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.assert_failed(AbortReason.READ_FAILED)
 
 
 def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
@@ -366,9 +335,9 @@ def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
     (want,) = [mail.message for mail in pair.lose_mail()]
     assert isinstance(want, Want)
     pair.event(pair.owner, MessageReceived("puller", replace(want, layout_fingerprint=1)))
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.LAYOUT_MISMATCH)
+    pair.assert_freed(OwnerState.ABORTED, AbortReason.LAYOUT_MISMATCH)
     pair.deliver_all()
-    assert_failed(pair, AbortReason.LAYOUT_MISMATCH)
+    pair.assert_failed(AbortReason.LAYOUT_MISMATCH)
 
 
 def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,11 +346,11 @@ def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: p
     pair.offer([0, 1])
     pair.pull([0, 1])
     pair.run()
-    assert_completed(pair)
+    pair.assert_completed()
     pair = Pair()
     pair.offer([0, 1, 2])
     pair.reserve_pull()
     pair.do(pair.puller, pair.puller.machine.puller.start, ID, [0, 1, 2])
-    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.assert_failed(AbortReason.READ_FAILED)
     pair.deliver_all()
-    assert_freed(pair, OwnerState.RELEASED, AbortReason.READ_FAILED)
+    pair.assert_freed(OwnerState.RELEASED, AbortReason.READ_FAILED)

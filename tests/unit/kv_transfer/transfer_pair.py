@@ -17,26 +17,7 @@ from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, 
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.scheduling.block_pool import BlockPool, Column
-from kv_transfer.protocol.events import (
-    CaughtUp,
-    ComputeDigests,
-    Connect,
-    Disconnect,
-    LogPath,
-    MessageReceived,
-    OfferEnded,
-    PullCompleted,
-    PullFailed,
-    PullGivenUp,
-    ReadFailed,
-    ReadFinished,
-    ReadTimedOut,
-    SendMessage,
-    StartRead,
-    TargetsNeeded,
-    TransferAction,
-    TransferEvent,
-)
+from kv_transfer.protocol import events
 from kv_transfer.protocol.machine import TransferMachine
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
@@ -63,11 +44,11 @@ class Side:
         self.machine = TransferMachine(config, self.pool, address)
         self.content: dict[int, int] = {}  # block -> its bytes
         self.digests: dict[int, int] = {}  # of offered blocks
-        self.reads: dict[int, StartRead] = {}  # in flight
-        self.links: list[Connect | Disconnect] = []
+        self.reads: dict[int, events.StartRead] = {}  # in flight
+        self.links: list[events.Connect | events.Disconnect] = []
         self.results: list[Any] = []  # PullCompleted, PullFailed, OfferEnded
         self.caught_up: list[tuple[TransferId, frozenset[int]]] = []  # offer, positions announced then
-        self.given_up: list[PullGivenUp] = []
+        self.given_up: list[events.PullGivenUp] = []
         self.needed: dict[TransferId, list[int]] = {}  # positions of all TargetsNeeded, by transfer
 
     @property
@@ -110,11 +91,11 @@ class Pair:
 
     # ---- what a test does
 
-    def do(self, side: Side, call: Callable[..., list[TransferAction]], *args: object) -> None:
+    def do(self, side: Side, call: Callable[..., list[events.TransferAction]], *args: object) -> None:
         """Call a method of a side's machine; the side's clock is the last argument."""
         self.act(side, call(*args, self.now(side)))
 
-    def event(self, side: Side, event: TransferEvent) -> None:
+    def event(self, side: Side, event: events.TransferEvent) -> None:
         self.do(side, side.machine.handle, event)
 
     def offer(self, positions: list[int], last: bool = True, deadline: float = math.inf) -> list[tuple[int, int]]:
@@ -146,11 +127,11 @@ class Pair:
     def cancel_pull(self) -> None:
         self.do(self.puller, self.puller.machine.puller.cancel, ID, AbortReason.CANCELLED)
 
-    def abort_offer(self) -> None:
-        self.act(self.owner, self.owner.machine.owner.abort(ID, AbortReason.PREFILL_FAILED))
+    def abort_offer(self, transfer_id: TransferId = ID) -> None:
+        self.act(self.owner, self.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
 
     def deliver(self, mail: Mail) -> None:
-        self.event(self.sides[mail.receiver], MessageReceived(mail.sender, mail.message))
+        self.event(self.sides[mail.receiver], events.MessageReceived(mail.sender, mail.message))
 
     def deliver_all(self) -> None:
         while self.mail:
@@ -168,15 +149,15 @@ class Pair:
             assert side.pool.column_of(target) is Column.INCOMING, "a read writes into a block that is somebody else's"
             side.content[target] = source.content[source_block]
         digests = tuple(digest(side.content[target]) for _, target in read.pairs) if self.digests else ()
-        self.event(side, ReadFinished(read_id, digests, self.read_seconds))
+        self.event(side, events.ReadFinished(read_id, digests, self.read_seconds))
 
     def fail_read(self, side: Side, read_id: int, reason: AbortReason = AbortReason.READ_FAILED) -> None:
         del side.reads[read_id]
-        self.event(side, ReadFailed(read_id, reason, "the test said so"))
+        self.event(side, events.ReadFailed(read_id, reason, "the test said so"))
 
     def time_out_read(self, side: Side, read_id: int) -> None:
         """It is cancelled, and still in flight."""
-        self.event(side, ReadTimedOut(read_id, "no end in time"))
+        self.event(side, events.ReadTimedOut(read_id, "no end in time"))
 
     def run(self) -> None:
         """Deliver and read until nothing is left to do."""
@@ -209,37 +190,63 @@ class Pair:
 
     # ---- what a test asks
 
-    def pull_result(self) -> PullCompleted | PullFailed:
-        (result,) = [result for result in self.puller.results if not isinstance(result, OfferEnded)]
+    def pull_result(self) -> events.PullCompleted | events.PullFailed:
+        (result,) = [result for result in self.puller.results if not isinstance(result, events.OfferEnded)]
         return result
 
-    def offer_result(self) -> OfferEnded:
-        (result,) = [result for result in self.owner.results if isinstance(result, OfferEnded)]
+    def stats(self) -> events.PullStats:
+        """Of the pull, which is complete."""
+        result = self.pull_result()
+        assert isinstance(result, events.PullCompleted)
+        return result.stats
+
+    def offer_result(self) -> events.OfferEnded:
+        (result,) = [result for result in self.owner.results if isinstance(result, events.OfferEnded)]
         return result
 
     def num_leases(self) -> int:
         return sum(self.owner.pool.num_leases(block) for block in range(self.owner.pool.num_blocks))
 
+    # ---- how the hand-off has ended
+
+    def assert_failed(self, reason: AbortReason) -> None:
+        result = self.pull_result()
+        assert isinstance(result, events.PullFailed)
+        assert (result.reason, result.state) == (reason, PullerState.FAILED)
+        assert not self.puller.machine.alive
+
+    def assert_freed(self, state: OwnerState, reason: AbortReason | None) -> None:
+        ended = self.offer_result()
+        assert (ended.state, ended.reason) == (state, reason)
+        assert self.num_leases() == 0
+        assert not self.owner.machine.alive
+
+    def assert_completed(self) -> None:
+        assert self.stats()
+        self.deliver_all()
+        self.assert_freed(OwnerState.RELEASED, None)
+        assert all(side.machine.next_deadline() is None for side in self.sides.values())
+
     # ---- inside
 
-    def act(self, side: Side, actions: list[TransferAction]) -> None:
+    def act(self, side: Side, actions: list[events.TransferAction]) -> None:
         for action in actions:
             match action:
-                case SendMessage(peer, message):
+                case events.SendMessage(peer, message):
                     self.mail.append(Mail(side.name, peer, self._with_digests(side, message)))
-                case StartRead():
+                case events.StartRead():
                     side.reads[action.read_id] = action
-                case ComputeDigests(blocks):
+                case events.ComputeDigests(blocks):
                     side.digests.update((block, digest(side.content[block])) for block in blocks)
-                case Connect() | Disconnect():
+                case events.Connect() | events.Disconnect():
                     side.links.append(action)
-                case LogPath():
+                case events.LogPath():
                     pass
-                case PullGivenUp():
+                case events.PullGivenUp():
                     side.given_up.append(action)
-                case TargetsNeeded(transfer_id, positions):
+                case events.TargetsNeeded(transfer_id, positions):
                     side.needed.setdefault(transfer_id, []).extend(positions)
-                case CaughtUp(transfer_id):
+                case events.CaughtUp(transfer_id):
                     announced = frozenset(side.machine.owner.offers[transfer_id].announced_pieces)
                     side.caught_up.append((transfer_id, announced))
                 case _:
@@ -253,27 +260,3 @@ class Pair:
             return message
         digests = tuple(side.digests[block] for block in message.blocks.blocks)
         return replace(message, blocks=replace(message.blocks, digests=digests))
-
-
-# ---- how the hand-off of a pair has ended
-
-
-def assert_failed(pair: Pair, reason: AbortReason, state: PullerState = PullerState.FAILED) -> None:
-    result = pair.pull_result()
-    assert isinstance(result, PullFailed)
-    assert (result.reason, result.state) == (reason, state)
-    assert not pair.puller.machine.alive
-
-
-def assert_freed(pair: Pair, state: OwnerState, reason: AbortReason | None) -> None:
-    ended = pair.offer_result()
-    assert (ended.state, ended.reason) == (state, reason)
-    assert pair.num_leases() == 0
-    assert not pair.owner.machine.alive
-
-
-def assert_completed(pair: Pair) -> None:
-    assert isinstance(pair.pull_result(), PullCompleted)
-    pair.deliver_all()
-    assert_freed(pair, OwnerState.RELEASED, None)
-    assert all(side.machine.next_deadline() is None for side in pair.sides.values())

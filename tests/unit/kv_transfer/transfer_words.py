@@ -20,10 +20,10 @@ from typing import Any
 from core.handoff import AbortReason
 from core.machine import Tick
 from core.scheduling.block_pool import Column
-from kv_transfer.protocol.events import PeerLost, TransferAction
+from kv_transfer.protocol.events import PeerLost, StartRead, TransferAction
 from tests.support.transcripts import Replay, counts, numbers_of, transcripts_of
 from tests.support.transfer_words import seen_transfer
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair, Side
 
 
 def transcripts(text: str, setup: str = "") -> Callable[[str], None]:
@@ -36,6 +36,8 @@ class LoggedPair(Pair):
         super().__init__(replace(CONFIG, **options), bool(digests))
 
     def act(self, side: Side, actions: list[TransferAction]) -> None:
+        for read in (action for action in actions if isinstance(action, StartRead)):
+            assert read.timeout_s == len(read.pairs) * LAYOUT.block_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s
         self.log += [f"{side.name} {seen_transfer(action)}".replace(f" {ID}", "") for action in actions]
         super().act(side, actions)
 

@@ -84,6 +84,15 @@ an offer that is withdrawn frees its blocks, and one that is read waits for its 
   withdraw 2
   blocks
 
+a reader that lacks blocks keeps its lease
+  arrive a 14                 -> first step a 0+8; connect peer
+  want 1 0..3                 -> ready 1:
+  run                         -> digests 2; ready 1: 0 1; digests 2; ready 1: 2 3 last 14; done a 0: 14
+  wait 11
+  beat 1 4 unplaced=4         -> heartbeat answered 1
+  wait 11
+  blocks                      -> leased 4
+
 an offer that is withdrawn before its prompt is computed gets no block
   arrive a 14                 -> first step a 0+8; connect peer
   withdraw 1                  -> abort 1 cancelled

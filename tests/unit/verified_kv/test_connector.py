@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -60,6 +62,16 @@ class Side:
         return blocks[:used], results
 
 
+@contextlib.contextmanager
+def two_sides(module: ModuleType, *, verified: bool = True, **options: Any) -> Iterator[tuple[Side, Side]]:
+    """A producer and a reader."""
+    draws = random.Random(0)
+    sides = [Side(module, f"kv_{role}", draws, verified=verified, **options) for role in ("producer", "consumer")]
+    yield sides[0], sides[1]
+    for side in sides:
+        side.rank.shutdown()
+
+
 def counts_of(side: Side) -> dict[str, int]:
     stats: Any = side.rank.get_kv_connector_stats()
     return dict(stats.data)
@@ -78,42 +90,32 @@ def a_request(number: int, num_tokens: int, **parameters: Any) -> SimpleNamespac
 # ---- faults: each changes computed rows of the blocks that were read
 
 
-def flip_a_bit(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        place = draws.randrange(len(blocks))
-        rows = BLOCK_SIZE if place < len(blocks) - 1 else (num_tokens - 1) % BLOCK_SIZE + 1
-        row = draws.choice(caches)[blocks[place], draws.randrange(2), draws.randrange(rows)].view(torch.uint8)
-        row[draws.randrange(len(row))] ^= 1 << draws.randrange(8)
-
-    return fault
+Caches = list[torch.Tensor]  # `before`: those of the reader before its read
 
 
-def a_stale_block(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
+def flip_a_bit(draws: random.Random, num_tokens: int, _: Caches, caches: Caches, blocks: list[int]) -> None:
+    place = draws.randrange(len(blocks))
+    rows = BLOCK_SIZE if place < len(blocks) - 1 else (num_tokens - 1) % BLOCK_SIZE + 1
+    row = draws.choice(caches)[blocks[place], draws.randrange(2), draws.randrange(rows)].view(torch.uint8)
+    row[draws.randrange(len(row))] ^= 1 << draws.randrange(8)
+
+
+def a_stale_block(draws: random.Random, _: int, before: Caches, caches: Caches, blocks: list[int]) -> None:
     """One layer of it is what the reader had there before, as if its write had been lost."""
-
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        layer, block = draws.randrange(len(caches)), draws.choice(blocks)
-        caches[layer][block] = before[layer][block]
-
-    return fault
+    layer, block = draws.randrange(len(caches)), draws.choice(blocks)
+    caches[layer][block] = before[layer][block]
 
 
-def two_swapped(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        one, other = draws.sample(blocks, 2) if len(blocks) > 1 else (blocks[0], NUM_BLOCKS - 1)
-        for cache in caches:
-            cache[[one, other]] = cache[[other, one]]
-
-    return fault
+def two_swapped(draws: random.Random, _: int, __: Caches, caches: Caches, blocks: list[int]) -> None:
+    one, other = draws.sample(blocks, 2) if len(blocks) > 1 else (blocks[0], NUM_BLOCKS - 1)
+    for cache in caches:
+        cache[[one, other]] = cache[[other, one]]
 
 
-def a_short_read(draws: random.Random, num_tokens: int, before: list[torch.Tensor]) -> fake.Fault:  # noqa: ARG001
-    def fault(caches: list[torch.Tensor], blocks: list[int]) -> None:
-        missing = blocks[draws.randrange(len(blocks)) :]
-        for cache, old in zip(caches, before, strict=True):
-            cache[missing] = old[missing]
-
-    return fault
+def a_short_read(draws: random.Random, _: int, before: Caches, caches: Caches, blocks: list[int]) -> None:
+    missing = blocks[draws.randrange(len(blocks)) :]
+    for cache, old in zip(caches, before, strict=True):
+        cache[missing] = old[missing]
 
 
 FAULTS = (None, flip_a_bit, a_stale_block, two_swapped, a_short_read)
@@ -133,11 +135,8 @@ def differing(producer: Side, reader: Side, remote: list[int], own: list[int], n
 
 def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
     """(requests with a planted fault, those with a wrong block in use, sound ones that were recomputed)."""
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=verified)
-    reader = Side(module, "kv_consumer", draws, verified=verified)
     planted = wrong = wasted = 0
-    try:
+    with two_sides(module, verified=verified) as (producer, reader):
         for seed in range(NUM_SEEDS):
             draws = random.Random(seed)
             num_tokens = draws.randint(1, 8 * BLOCK_SIZE)
@@ -151,7 +150,7 @@ def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
                 cache[own[:num_local]] = producer.caches[name][remote[:num_local]]
             choice = draws.choice(FAULTS)
             before = [cache.clone() for cache in reader.caches.values()]
-            CopyingConnector.fault = choice and choice(draws, num_tokens, before)
+            CopyingConnector.fault = choice and partial(choice, draws, num_tokens, before)
             offered = producer.scheduler.request_finished_all_groups(a_request(seed, num_tokens), (remote,))[1]
             producer.step()
             used, results = reader.read(a_request(seed, num_tokens, **offered), own, num_local * BLOCK_SIZE)
@@ -161,9 +160,6 @@ def run(module: ModuleType, *, verified: bool) -> tuple[int, int, int]:
             wrong += bool(differing(producer, reader, remote, used, num_tokens))
             wasted += len(used) < (min(faults) if faults else num_blocks)
             assert bool(faults) or choice is not flip_a_bit
-    finally:
-        for side in (producer, reader):
-            side.rank.shutdown()
     return planted, wrong, wasted
 
 
@@ -176,69 +172,53 @@ def test_of_planted_faults_none_is_used_with_digests_and_all_without(module: Mod
 
 def test_a_request_without_digests_is_recomputed_and_counted(module: ModuleType) -> None:
     """Its producer has none, or another layout, or fewer tokens, or is gone; its ticket is none."""
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=True)
-    reader = Side(module, "kv_consumer", draws, verified=True)
-    offered = producer.scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5],))[1]
-    ticket = offered["verified_kv"]
-    producer.rank.shutdown()  # whoever asks it gets a refused connection
-    two_ranks = {"addresses": ticket["addresses"] * 2}
-    others = [{}, {"layout": "xxh3-of another model"}, {"num_tokens": 8}, two_ranks, {"secret": 1}]
-    for change in others:
-        request = a_request(0, 9, **offered | {"verified_kv": ticket | change})
-        assert reader.read(request, [7, 8, 9], BLOCK_SIZE)[0] == [7], change
-    del offered["verified_kv"]
-    assert reader.read(a_request(9, 9, **offered), [7, 8, 9], 0)[0] == []
-    assert counts_of(reader)["unverified"] == len(others) + 1
-    reader.rank.shutdown()
+    with two_sides(module) as (producer, reader):
+        offered = producer.scheduler.request_finished_all_groups(a_request(0, 9), ([3, 4, 5],))[1]
+        ticket = offered["verified_kv"]
+        producer.rank.shutdown()  # whoever asks it gets a refused connection
+        two_ranks = {"addresses": ticket["addresses"] * 2}
+        others = [{}, {"layout": "xxh3-of another model"}, {"num_tokens": 8}, two_ranks, {"secret": 1}]
+        for change in others:
+            request = a_request(0, 9, **offered | {"verified_kv": ticket | change})
+            assert reader.read(request, [7, 8, 9], BLOCK_SIZE)[0] == [7], change
+        del offered["verified_kv"]
+        assert reader.read(a_request(9, 9, **offered), [7, 8, 9], 0)[0] == []
+        assert counts_of(reader)["unverified"] == len(others) + 1
 
 
 def test_a_ticket_is_good_for_its_prompt_adapter_salt_and_images_alone(module: ModuleType) -> None:
     """A proxy that exchanges the parameters of two requests hands over sound blocks of the wrong prompt."""
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=True)
-    reader = Side(module, "kv_consumer", draws, verified=True)
-    image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
-    own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
-    others: list[dict[str, Any]] = [
-        {"lora_request": None},
-        {"cache_salt": "another"},
-        {"mm_features": []},
-        {"prompt_token_ids": [*range(8), 0]},
-        {"prompt_token_ids": list(range(8))},
-        {"prompt_embeds": object()},
-    ]
+    with two_sides(module) as (producer, reader):
+        image = SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=2))
+        own = {"lora_request": SimpleNamespace(lora_name="adapter"), "cache_salt": "salt", "mm_features": [image]}
+        prompts = [*range(8), 0], list(range(8))
+        others: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        others += [{"lora_request": None}, {"cache_salt": "another"}, {"mm_features": []}, {"prompt_embeds": object()}]
 
-    def used(change: dict[str, Any]) -> list[int]:
-        finished = a_request(0, 9)
-        vars(finished).update(own)
-        offered = producer.scheduler.request_finished_all_groups(finished, ([3, 4, 5],))[1]
-        producer.step()
-        asked = a_request(0, 9, **offered)
-        vars(asked).update(own | change)
-        return reader.read(asked, [7, 8, 9], 0)[0]
+        def used(change: dict[str, Any]) -> list[int]:
+            finished = a_request(0, 9)
+            vars(finished).update(own)
+            offered = producer.scheduler.request_finished_all_groups(finished, ([3, 4, 5],))[1]
+            producer.step()
+            asked = a_request(0, 9, **offered)
+            vars(asked).update(own | change)
+            return reader.read(asked, [7, 8, 9], 0)[0]
 
-    assert used({}) == [7, 8, 9]
-    assert [used(change) for change in others] == [[]] * len(others)
-    assert counts_of(reader) == {"verified": 1, "unverified": len(others), "failed_blocks": 3 * len(others)}
-    for side in (producer, reader):
-        side.rank.shutdown()
+        assert used({}) == [7, 8, 9]
+        assert [used(change) for change in others] == [[]] * len(others)
+        assert counts_of(reader) == {"verified": 1, "unverified": len(others), "failed_blocks": 3 * len(others)}
 
 
 def test_each_nth_request_is_in_the_sample(module: ModuleType) -> None:
-    draws = random.Random(0)
-    producer = Side(module, "kv_producer", draws, verified=True, every=3)
-    reader = Side(module, "kv_consumer", draws, verified=True, every=3)
-    for number in range(6):
-        offered = producer.scheduler.request_finished_all_groups(a_request(number, 9), ([3, 4, 5],))[1]
-        producer.step()
-        assert ("secret" in offered["verified_kv"]) is (number % 3 == 2)
-        assert reader.read(a_request(number, 9, **offered), [7, 8, 9], 0)[0] == [7, 8, 9]
-    assert counts_of(reader) == {"verified": 2, "skipped": 4, "failed_blocks": 0}
-    del offered["verified_kv"]  # by a proxy that copies only what it knows
-    assert reader.read(a_request(5, 9, **offered), [7, 8, 9], 0)[0] == []
-    for side in (producer, reader):
-        side.rank.shutdown()
+    with two_sides(module, every=3) as (producer, reader):
+        for number in range(6):
+            offered = producer.scheduler.request_finished_all_groups(a_request(number, 9), ([3, 4, 5],))[1]
+            producer.step()
+            assert ("secret" in offered["verified_kv"]) is (number % 3 == 2)
+            assert reader.read(a_request(number, 9, **offered), [7, 8, 9], 0)[0] == [7, 8, 9]
+        assert counts_of(reader) == {"verified": 2, "skipped": 4, "failed_blocks": 0}
+        del offered["verified_kv"]  # by a proxy that copies only what it knows
+        assert reader.read(a_request(5, 9, **offered), [7, 8, 9], 0)[0] == []
 
 
 def test_a_load_inside_a_step_is_not_taken_because_nobody_could_verify_it(module: ModuleType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,23 +171,18 @@ def test_an_error_of_the_digests_ends_neither_engine(opened: Opened, fails_late:
     assert (settled.verdicts, settled.failed_blocks) == ({"one": Verdict.UNVERIFIED}, {7, 8})
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def opened(clock: Clock) -> tuple[Reader, SlowDigests, Future[list[bytes] | None]]:
+def opened(clock: SimpleNamespace) -> tuple[Reader, SlowDigests, Future[list[bytes] | None]]:
     """A reader of the last two of three blocks: the first one is in its prefix cache."""
     digests, fetched = SlowDigests(), Future[list[bytes] | None]()
-    reader = Reader(digests, lambda *_: fetched, num_ranks=1, block_size=BLOCK_SIZE, timeout_s=10.0, clock=clock)
+    reader = Reader(
+        digests, lambda *_: fetched, num_ranks=1, block_size=BLOCK_SIZE, timeout_s=10.0, clock=lambda: clock.now
+    )
     reader.begin({"one": CLAIM})
     return reader, digests, fetched
 
@@ -195,9 +191,7 @@ Opened = tuple[Reader, SlowDigests, "Future[list[bytes] | None]"]
 
 
 @pytest.mark.parametrize(("last", "verdict", "failed"), [(b"2", Verdict.VERIFIED, set()), (b"x", Verdict.WRONG, {8})])
-def test_a_request_is_held_until_both_sides_have_digested(
-    opened: Opened, last: bytes, verdict: Verdict, failed: set[int]
-) -> None:
+def test_a_request_waits_for_both_digests(opened: Opened, last: bytes, verdict: Verdict, failed: set[int]) -> None:
     reader, digests, fetched = opened
     assert not reader.settle((), (), ()).received
     assert not digests.begun  # the blocks are not read yet
@@ -226,9 +220,7 @@ def test_without_an_answer_in_time_all_its_blocks_fail(opened: Opened, error: Ex
 
 
 @pytest.mark.parametrize("lacks", ["the producer's digests", "its own"])
-def test_a_request_whose_digests_never_come_is_recomputed_at_its_deadline(
-    opened: Opened, clock: Clock, lacks: str
-) -> None:
+def test_a_request_without_digests_is_recomputed_in_time(opened: Opened, clock: SimpleNamespace, lacks: str) -> None:
     reader, digests, fetched = opened
     if lacks == "its own":
         fetched.set_result(COMPUTED)

@@ -43,15 +43,7 @@ from worker.tier.events import (
 )
 from worker.tier.names import identity_of
 from worker.tier.opening import open_tier
-from worker.tier.slot_file import (
-    DIRECTORY,
-    MAX_NUMBER,
-    MAX_UNUSED_S,
-    OpenFile,
-    SlotFile,
-    StoredBlock,
-    slot_bytes_for,
-)
+from worker.tier.slot_file import DIRECTORY, MAX_NUMBER, MAX_UNUSED_S, OpenFile, SlotFile, StoredBlock, slot_bytes_for
 from worker.tier.threads import TierThreads
 
 CONTENT = bytes(range(100))
@@ -69,19 +61,18 @@ def test_a_file_is_its_users_alone_and_has_its_blocks_after_it_is_opened_again(t
         OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE, max_locked_s=0.0)
     OpenFile.locked(str(tmp_path / "kv"), "decode-1.kv", SIZE).close()
     opened.close()
-    again = SlotFile(OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE), 3, 100, b"i" * 32)
+    path = directory / "decode-0.kv"
+    path.chmod(0o644)
+    opened = OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", SIZE)
+    again = SlotFile(opened, 3, 100, b"i" * 32)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert again.scan() == {1: HEADER}
     target = bytearray(100)
     assert again.read(1, HEADER.name, memoryview(target))
     assert bytes(target) == CONTENT
-
-
-def test_a_file_that_has_become_too_large_is_cut(tmp_path: Path) -> None:
-    opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
-    SlotFile(opened, 3, 100, b"i" * 32).write(2, HEADER, memoryview(CONTENT))
     opened.close()
-    OpenFile.locked(str(tmp_path), "w.kv", slot_bytes_for(100)).close()
-    assert (tmp_path / DIRECTORY / "w.kv").stat().st_size == slot_bytes_for(100)
+    OpenFile.locked(str(tmp_path / "kv"), "decode-0.kv", slot_bytes_for(100)).close()
+    assert path.stat().st_size == slot_bytes_for(100), "a file that has become too large is cut"
 
 
 def test_files_that_no_worker_has_had_open_for_long_are_removed(tmp_path: Path) -> None:
@@ -130,9 +121,7 @@ def test_a_file_with_the_name_of_one_that_was_open_is_not_removed(tmp_path: Path
         each.close()
 
 
-def test_an_unused_file_that_is_made_again_meanwhile_is_not_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unused_file_that_is_made_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, flock = tmp_path / DIRECTORY / "past.kv", fcntl.flock
     opened = OpenFile.locked(str(tmp_path), "w.kv", SIZE)
     path.touch(0o600)
@@ -150,9 +139,7 @@ def test_an_unused_file_that_is_made_again_meanwhile_is_not_removed(
     opened.close()
 
 
-def test_a_directory_that_is_replaced_meanwhile_gives_and_loses_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_replaced_gives_and_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another user, whose directory has this one in it: after the check, its name leads elsewhere."""
     directory, victim = tmp_path / DIRECTORY, tmp_path / "victim"
     victim.mkdir()
@@ -246,9 +233,7 @@ def test_a_file_that_a_killed_worker_left_with_two_names_keeps_that_of_who_opens
 
 
 @pytest.mark.parametrize(("option", "is_link"), [("disk_dir", False), ("disk_dir", True), ("host_dir", False)])
-def test_a_directory_that_others_may_read_and_a_link_in_its_place_are_refused(
-    tmp_path: Path, option: str, is_link: bool
-) -> None:
+def test_a_directory_that_others_may_read_and_a_link_are_refused(tmp_path: Path, option: str, is_link: bool) -> None:
     if is_link:
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         (tmp_path / DIRECTORY).symlink_to(tmp_path / "elsewhere")
@@ -266,23 +251,12 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("error", OTHERS)
-def test_anything_else_in_the_place_of_the_file_is_refused_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: str
-) -> None:
+def test_links_pipes_and_directories_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, error: str) -> None:
     (tmp_path / DIRECTORY).mkdir(mode=0o700)
     OTHERS[error](tmp_path / DIRECTORY / "w.kv")
     assert open_in_memory(tmp_path) is None
     assert f"w serves without [cache] host_dir = {tmp_path}: " in caplog.text
     assert error in caplog.text
-
-
-def test_a_file_that_others_could_read_is_its_users_alone_again(tmp_path: Path) -> None:
-    (tmp_path / DIRECTORY).mkdir(mode=0o700)
-    path = tmp_path / DIRECTORY / "w.kv"
-    path.touch()
-    path.chmod(0o644)
-    OpenFile.locked(str(tmp_path), "w.kv", SIZE).close()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/kv", "kv\0"])
@@ -302,8 +276,7 @@ def test_a_header_with_an_impossible_number_is_a_free_slot(tmp_path: Path) -> No
 
 
 def open_with(config: CacheConfig, worker: str = "w") -> Any:
-    layout = KVLayout("m", "float32", 1, 1, 4, 4)
-    memory = PoolMemory(0, 2, layout, memoryview(bytearray(2 * layout.block_bytes)))
+    memory = PoolMemory(0, 2, LAYOUT, memoryview(bytearray(2 * LAYOUT.block_bytes)))
     return open_tier(config, worker, BlockPool(2), memory, lambda _: None)
 
 
@@ -348,9 +321,7 @@ def test_more_than_the_memory_holds_is_refused_by_name_and_leaves_no_file(
     assert not list((tmp_path / DIRECTORY).iterdir())
 
 
-def test_a_file_system_in_memory_without_a_limit_holds_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_in_memory_without_limit_holds_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux says 0 blocks for a tmpfs with size=0."""
     monkeypatch.setattr(os, "fstatvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 8)))
     _, running = open_in_memory(tmp_path)
@@ -363,9 +334,7 @@ def test_memory_is_that_of_dev_shm_unless_the_config_names_another() -> None:
     assert (place.directory, place.in_memory) == (f"/dev/shm/tandem-{os.geteuid()}", True)
 
 
-def test_a_file_that_is_removed_between_its_opening_and_its_lock_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / DIRECTORY / "w.kv"
     flock, num_removed = fcntl.flock, 0
 
@@ -387,9 +356,7 @@ TOO_MANY = "more than 1,000,000 KV blocks of 128 bytes: set it to at most"
 
 
 @pytest.mark.parametrize(("disk_gb", "complaint"), [(1e4, TOO_MANY), (1e15, TOO_MANY), (1e-6, "holds 0 KV blocks")])
-def test_more_slots_than_a_table_should_have_and_no_slot_are_refused(
-    tmp_path: Path, disk_gb: float, complaint: str
-) -> None:
+def test_too_many_slots_and_no_slot_are_refused(tmp_path: Path, disk_gb: float, complaint: str) -> None:
     with pytest.raises(ConfigError, match=rf"disk_gb = .* {complaint}"):
         open_on_disk(tmp_path, disk_gb)
 

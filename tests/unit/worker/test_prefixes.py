@@ -199,15 +199,7 @@ a read keeps its blocks while only lower ranks lack some
   arrive i 16 first=60 ticket=2 priority=1
   blocks                        -> incoming 7
 
-blocks in flight are others' once the reads have ended
-  decode blocks=8
-  seek a 26 prefix=24 limit=9 priority=5 -> connect peer; want 9: 0..5
-  ready 9 0..5 last=1           -> read 9: 0..5
-  arrive h 12 first=40 ticket=1
-  blocks                        -> incoming 6
-  reads                         -> first step a 0+8; release 9 overloaded; want 1: 0..2
-
-no further read ends while the blocks of the last one suffice
+blocks in flight are others' once the reads have ended, and no further read ends while they suffice
   decode blocks=12
   seek a 18 prefix=16 limit=9 priority=5 -> connect peer; want 9: 0..3
   seek b 18 prefix=16 limit=9 priority=4 first=100 ticket=8 -> want 8: 0..3
@@ -322,14 +314,6 @@ CACHED = """
 
 test_owner = transcripts(
     """
-a cached prefix is offered at once
-  asked 9 12                    -> connect peer
-  blocks                        -> leased 3
-  want 9 0..2                   -> digests 3; ready 9: 0..2 last
-  release 9
-  blocks
-  cached                        -> 3
-
 only wanted blocks are hashed and once while they are leased
   asked 9 12                    -> connect peer
   want 9 1 2                    -> digests 2; ready 9: 1 2 last

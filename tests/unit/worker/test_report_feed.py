@@ -11,6 +11,7 @@ import pytest
 
 from core.config import WorkerConfig
 from tandem_client.stubs import worker_pb2
+from tests.support.waiting import until
 from worker.reports import MAX_REPORTS_BEHIND, ReportFeed
 
 CONFIG = WorkerConfig()
@@ -70,6 +71,9 @@ class Worker:
         self._calls.add(watching)
         await asyncio.sleep(0)
         return watching
+
+    def run(self) -> None:
+        self._calls.add(asyncio.create_task(self.feed.run()))
 
     async def store(self, sequence_hash: int, publish: bool = True) -> None:
         self.cached.append(sequence_hash)
@@ -133,33 +137,27 @@ async def test_a_router_that_is_too_far_behind_is_cut_off_and_starts_again_with_
 async def test_an_idle_worker_sends_its_next_number_and_nothing_else_from_a_shorter_interval_on() -> None:
     worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=1000.0)), Context()
     await worker.watch("r", context)
-    running = asyncio.create_task(worker.feed.run())
+    worker.run()
     await asyncio.sleep(0.01)
     worker.feed.set_config(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=0.01))
-    async with asyncio.timeout(5):
-        while len(context.written) < 4:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(context.written) >= 4, "signs of life", 5.0)
     for number, report in enumerate(context.written[1:], start=1):
         assert report == worker_pb2.WorkerReport(sequence_number=number)
-    running.cancel()
     await worker.end()
 
 
 async def test_an_event_that_changes_nothing_sends_no_report_before_the_next_sign_of_life() -> None:
     worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=1000.0)), Context()
     await worker.watch("r", context)
-    running = asyncio.create_task(worker.feed.run())
+    worker.run()
     for _ in range(5):
         worker.feed.mark_changed()
         await asyncio.sleep(0.003)
     assert context.numbers == [0]
     worker.cached.append(7)
     worker.feed.mark_changed()
-    async with asyncio.timeout(5):
-        while len(context.written) < 2:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(context.written) > 1, "a report", 5.0)
     assert context.stored == [7]
-    running.cancel()
     await worker.end()
 
 

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from core.config import WorkerConfig
 from core.cost.step_cost import PRIOR, StepCost, StepWork
 from core.errors import InvalidRequest
-from core.handoff import (
-    LIVE_STATES,
-    OWNER_STEPS,
-    PULLER_STEPS,
-    AgentAddress,
-    Location,
-    OwnerState,
-    PullerState,
-)
+from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, Location, OwnerState, PullerState
 from core.kv_layout import KVLayout
 from core.lifecycle import WorkerState
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
@@ -110,9 +102,7 @@ def feed_of(num_holders: int, met: list[PeerJoined | PeerLeft | PrefixRequested]
     ("num_holders", "asked_for", "num_listed"),
     [(5, 0, 5), (5, 5, 5), (5, 2, 2), (MAX_HOLDERS + 7, 0, MAX_HOLDERS), (MAX_HOLDERS + 7, 9999, MAX_HOLDERS)],
 )
-async def test_a_ledger_lists_the_first_holders_and_counts_the_others(
-    num_holders: int, asked_for: int, num_listed: int
-) -> None:
+async def test_a_ledger_lists_some_holders_and_counts_others(num_holders: int, asked_for: int, num_listed: int) -> None:
     request = worker_pb2.DescribeLedgerRequest(max_holders=asked_for)
     response = await feed_of(num_holders, []).DescribeLedger(request, NOBODY)
     assert [holder.name for holder in response.holders] == [str(number) for number in range(num_listed)]
@@ -163,10 +153,6 @@ def agent(name: str) -> AgentAddress:
 STEP_S = 0.1
 
 
-def scaled(cost: StepCost, factor: float) -> StepCost:
-    return StepCost(*(value * factor for value in astuple(cost)))
-
-
 def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> None:
     worker = WorkerReplay("decode")
     assert worker.machine.load().step_cost == PRIOR
@@ -180,8 +166,7 @@ def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> 
 
 
 def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
-    worker = WorkerReplay("decode ahead=1")
-    worker.arrive("a", 6, max=40)
+    worker = WorkerReplay("decode ahead=1", "arrive a 6 max=40")
     for _ in range(30):
         worker.wait(STEP_S)
         worker.step()
@@ -190,37 +175,32 @@ def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
 
 
 def test_a_failed_step_teaches_nothing() -> None:
-    worker = WorkerReplay("decode")
-    worker.arrive("a", 6)
-    worker.now += 30.0
+    worker = WorkerReplay("decode", "arrive a 6", "later 30")
     worker.fail_step()
     assert worker.machine.load().step_cost == PRIOR
 
 
 def test_small_changes_add_up_to_one_that_is_reported() -> None:
     reported = ReportedCost(PRIOR)
-    costs = [scaled(PRIOR, 1.0 + step * 0.3 * REPORTED_CHANGE) for step in range(1, 5)]
+    factors = [1.0 + step * 0.3 * REPORTED_CHANGE for step in range(1, 5)]
+    costs = [StepCost(*(value * factor for value in astuple(PRIOR))) for factor in factors]
     assert [reported.update(cost) for cost in costs] == [PRIOR] * 3 + [costs[-1]]
 
 
 def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -> None:
-    worker = WorkerReplay("decode")
-    worker.arrive("a", 5, max=12)
-    worker.arrive("b", 15, first=30)
+    worker = WorkerReplay("decode", "arrive a 5 max=12", "arrive b 15 first=30")
     assert worker.machine.load().num_decoding == 0, "both are in prefill"
     worker.step()
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (1, 5)
     assert (load.batch_sequences, load.batch_tokens) == (2, 8)
-    for _ in range(3):
-        worker.step()
+    worker.run(3)
     load = worker.machine.load()
     assert (load.num_decoding, load.decode_context) == (2, 8 + 15)
 
 
 def test_a_prompt_that_a_prefill_worker_has_computed_is_no_sequence_in_decode() -> None:
-    worker = WorkerReplay("prefill")
-    worker.arrive("a", 9)  # a chunk of 8 tokens, and a token that looks like a decode
+    worker = WorkerReplay("prefill", "arrive a 9")  # a chunk of 8 tokens, and a token that looks like a decode
     assert worker.line("step") == ["step", "  -> step a 8+1", "  -> digests 2"]
     assert worker.machine.load().num_decoding == 0
     worker.step()
@@ -242,9 +222,7 @@ def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size
 
 
 def test_blocks_of_an_ended_sequence_are_counted_as_released() -> None:
-    worker = WorkerReplay("decode")
-    worker.arrive("a", 6, max=12)
-    worker.step()
+    worker = WorkerReplay("decode", "arrive a 6 max=12", "step")
     held = worker.ledger["held"]
     assert worker.machine.load().num_released_blocks == 0
     worker.step(a=63)

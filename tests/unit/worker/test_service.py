@@ -29,9 +29,7 @@ async def test_a_report_that_fails_ends_the_worker(monkeypatch: pytest.MonkeyPat
         raise ValueError("a load that cannot be encoded")
 
     monkeypatch.setattr(WorkerService, "_changes", fail)
-    config = tiny_config()
-    config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
-    worker = build_decode_worker(config, place(0))
+    worker = build_decode_worker(replace(tiny_config(), worker=WorkerConfig(idle_report_interval_s=0.05)), place(0))
     try:
         await worker.start()
         async with asyncio.timeout(10):
@@ -70,9 +68,7 @@ def test_steps_that_fail_in_a_row_for_an_unknown_reason_and_a_lost_device_end_th
 @pytest.mark.parametrize(
     ("started_at", "hangs", "is_watched"), [(None, False, False), (6.0, False, True), (5.0, True, False)]
 )
-def test_a_step_hangs_by_its_own_time_whatever_the_steps_before_it_took(
-    started_at: float | None, hangs: bool, is_watched: bool
-) -> None:
+def test_a_step_hangs_by_its_own_time_alone(started_at: float | None, hangs: bool, is_watched: bool) -> None:
     worker = build_decode_worker(replace(tiny_config(), worker=WorkerConfig(step_timeout_s=5.0)), place(0))
     loop, fatal = Mock(time=lambda: 10.0), Mock()
     with patch.multiple(worker, _loop=loop, _on_fatal=fatal, _view=Mock(step_started_at=started_at), create=True):
