@@ -1,6 +1,6 @@
 """tandem.v1.Inference and Cluster as a client meets them: streams, refusals, promises and receipts.
 
-Cancellation and deadlines, at each state of a request's life, are in tests/faults/test_every_state.py.
+Cancellation and deadlines are in tests/faults/test_cancels_and_deadlines.py.
 """
 
 from __future__ import annotations
