@@ -99,8 +99,7 @@ def _expected(count: int, max_tokens: int) -> list[tuple[int, ...]]:
     return [expected([*PROMPT, place], max_tokens, None if place % 2 else place) for place in range(count)]
 
 
-@pytest.mark.parametrize("have_agents", [False, True])
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize(("victim", "have_agents"), [("decode-0", True), ("prefill-0", False)])
 async def test_the_death_of_an_engine_costs_no_stream_and_no_token(victim: str, have_agents: bool) -> None:
     async with deploy_fakes(num_prefill=2, num_decode=2, step_s=0.01, have_agents=have_agents) as fleet:
         engine = fleet.engines[victim]
