@@ -27,8 +27,7 @@ from simulator.search.simulation import Simulation
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.calls import first_id
 from simulator.virtual.faults import Fault, ReadFaults, RouterDeath
-from tests.support.draining_worlds import draining
-from tests.support.sharing_worlds import sharing
+from tests.support.small_worlds import draining, sharing
 from worker.prefixes import PrefixPull, PrefixRequested
 
 SEED = 4
