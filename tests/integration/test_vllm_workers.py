@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.asking import ask
 from benchmarks.dataplane.load import ask_worker
-from core.config import WorkerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
 from gateway.fleets import Fleets
@@ -80,7 +79,7 @@ async def test_a_first_hand_off_finds_its_handshake_done() -> None:
         old.die()
         del fleet.endpoints["prefill-0"]
         new = FakeEngine(fleet.cluster, name="prefill-2", info=old.info, next_token=old._next_token)
-        await fleet.add(ServiceRole.PREFILL, 2, new, WorkerConfig())
+        await fleet.add(ServiceRole.PREFILL, 2, new)
         await fleet.have_met()
         await _answers(fleet, 8, 8)
         assert fleet.cluster.num_late_handshakes == 0
@@ -166,7 +165,7 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         engine = type(fleet.engines["decode-0"])(fleet.cluster)
         engine.refuses_start = True
         with pytest.raises(TandemError, match="does not start"):
-            await fleet.add(ServiceRole.DECODE, 1, engine, WorkerConfig())
+            await fleet.add(ServiceRole.DECODE, 1, engine)
         assert (await fleet.generate(PROMPT)).token_ids == expected(PROMPT, 8)
 
 
