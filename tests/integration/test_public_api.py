@@ -75,23 +75,6 @@ async def test_a_message_over_the_size_limit_is_refused(deployment: Deployment) 
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_how_it_went(
-    deployment: Deployment,
-) -> None:
-    answer = await deployment.generate(text="What a fine day it is today", max_tokens=12)
-    assert answer.indices == list(range(12))
-    assert answer.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-    assert (answer.finished.usage.prompt_tokens, answer.finished.usage.completion_tokens) == (27, 12)
-    assert (answer.finished.path, answer.finished.attempts) == (inference_pb2.REQUEST_PATH_DISAGGREGATED, 1)
-    assert answer.finished.prefill_worker.startswith("prefill-0.")
-    assert answer.finished.decode_worker.startswith("decode-0.")
-    timings = answer.finished.timings
-    assert 0 < timings.tokenize_ms < timings.first_token_ms < timings.total_ms
-    assert timings.prefill_ms > 0
-    assert timings.transfer_ms > 0
-    assert timings.decode_ms > 0
-
-
 async def test_of_a_burst_of_calls_those_beyond_the_queue_are_refused_with_a_hint_when_to_come_back() -> None:
     async with deploy(tiny_config(max_queued=10, worker_wait_s=1.0), num_decode=0) as deployment:
         calls = [deployment.inference.Generate(make_request(text="hello"), timeout=60) for _ in range(BURST)]
@@ -163,10 +146,14 @@ async def test_the_promise_comes_first_and_the_receipt_last(deployment: Deployme
     assert float(promised["tandem-predicted-ttft-ms"]) == pytest.approx(finished.promise.ttft_ms, abs=1e-3)
     assert 0 < float(promised["tandem-predicted-tpot-ms"]) < 10_000
     assert finished.promise.path == finished.path
+    assert (finished.prefill_worker[:10], finished.decode_worker[:9]) == ("prefill-0.", "decode-0.")
+    timings = finished.timings
+    assert 0 < timings.tokenize_ms < timings.first_token_ms < timings.total_ms
+    assert min(timings.prefill_ms, timings.transfer_ms, timings.decode_ms) > 0
     assert took.keys() >= RECEIPT
-    assert float(took["tandem-decode-ms"]) == pytest.approx(finished.timings.decode_ms, abs=1e-3)
+    assert float(took["tandem-decode-ms"]) == pytest.approx(timings.decode_ms, abs=1e-3)
     assert int(took["tandem-transferred-bytes"]) == finished.receipt.transferred_bytes == finished.transferred_bytes > 0
-    busy_s = finished.timings.total_ms / 1e3
+    busy_s = timings.total_ms / 1e3
     num_blocks = -(-(finished.usage.prompt_tokens + 20) // 16)
     assert 0 < finished.receipt.kv_block_seconds < 2 * num_blocks * busy_s, "two workers at most, for the whole call"
     assert float(took["tandem-kv-block-seconds"]) == pytest.approx(finished.receipt.kv_block_seconds, abs=1e-6)
