@@ -1,4 +1,4 @@
-"""Each test has its own memory fabric. `wire` drops, delays and changes its messages."""
+"""Each test has its own memory fabric."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from cli import compose
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tests.support.faults import Wire
 
 
 @pytest.fixture
@@ -15,8 +14,3 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> MemoryFabric:
     fabric = MemoryFabric()
     monkeypatch.setattr(compose, "FABRIC", fabric)
     return fabric
-
-
-@pytest.fixture
-def wire(fabric: MemoryFabric) -> Wire:
-    return Wire(fabric)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import grpc
 import httpx
@@ -73,13 +72,11 @@ class Read(Answer):
     """What the caller of a client gets."""
 
     prompt: Prompt = ()
-    times: list[float] = field(default_factory=list)
     num_started: int = 0
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         super().take(response)
         self.num_started += response.HasField("started")
-        self.times.append(time.monotonic())
 
     def is_right(self) -> None:
         assert self.token_ids == expected(self.prompt, NUM_OUTPUT)

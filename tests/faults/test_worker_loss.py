@@ -19,8 +19,17 @@ from worker.service import WorkerService
 NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
 
 
-def is_known(deployment: Deployment, worker: WorkerService) -> bool:
-    return deployment.router._shell.view.worker(deployment.id_of(worker)) is not None
+async def lost(deployment: Deployment, victim: WorkerService) -> None:
+    view, name = deployment.router._shell.view, deployment.id_of(victim)
+    await until(lambda: view.worker(name) is None, "the router has lost the worker")
+
+
+async def goes_on_without(deployment: Deployment, victim: WorkerService) -> None:
+    await lost(deployment, victim)
+    await victim.stop()
+    deployment.decode.remove(victim)
+    await serves_on(deployment.inference)
+    await deployment.settle()
 
 
 async def a_stream_on_each(deployment: Deployment) -> dict[int, Stream]:
@@ -48,10 +57,9 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         assert "step_timeout_s" in str(error)
         for stream in streams.values():
             assert (await stream.right()).finished.decode_worker == deployment.id_of(other)
-        await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
+        await lost(deployment, victim)
         gate.open()
-        deployment.decode.remove(victim)
-        await deployment.settle()
+        await goes_on_without(deployment, victim)
 
 
 async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_token(
@@ -74,18 +82,11 @@ async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_
         assert isinstance(error, DeviceLost)
         assert num_lost == 1, "a lost device gets a second step"
         moved = (await streams[id(victim)].right()).finished
-        assert moved is not None
         assert moved.attempts == 2
         assert moved.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         assert moved.decode_worker == deployment.id_of(other)
-        bystander = (await streams[id(other)].right()).finished
-        assert bystander is not None
-        assert bystander.attempts == 1
-        await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
-        await victim.stop()
-        deployment.decode.remove(victim)
-        await serves_on(deployment.inference)
-        await deployment.settle()
+        assert (await streams[id(other)].right()).finished.attempts == 1
+        await goes_on_without(deployment, victim)
 
 
 async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,4 @@ async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypat
             assert finished.decode_worker == deployment.id_of(other)
         assert num_lost == 1, "no digest failed, or the agent went on after the loss"
         assert "illegal memory access" in str(await asyncio.wait_for(victim.failed(), 10))
-        await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
-        await victim.stop()
-        deployment.decode.remove(victim)
-        await deployment.settle()
+        await goes_on_without(deployment, victim)

@@ -63,9 +63,8 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def client(deployment: Deployment, name: str = "", token: str = "") -> AsyncClient:
-    credentials = Credentials(token=token, api_key=key_of(name) if name else "")
-    return AsyncClient(deployment.router_address, credentials, NO_RETRY)
+def client(deployment: Deployment, name: str = "") -> AsyncClient:
+    return AsyncClient(deployment.router_address, Credentials(api_key=key_of(name) if name else ""), NO_RETRY)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,9 @@ from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from tandem_client.stubs import inference_pb2
 from tests.integration.transfer_owner_process import device_pool
-from tests.integration.transfer_worker import LAYOUT, HandOff, Kind
+from tests.integration.transfer_worker import HandOff, Kind
 from tests.support.deployment import Deployment, deploy, tiny_config, transfers
-from tests.support.device_runner import put_pools_on_devices
-from tests.support.host_nixl import HostNixl
+from tests.support.device_runner import HostNixl, put_pools_on_devices
 from tests.support.reference import CoLocatedEngine
 from tests.support.waiting import until
 
@@ -44,10 +42,6 @@ def engine_pool(layout: KVLayout, num_blocks: int) -> tuple[np.ndarray, PoolMemo
 ENGINE = Kind(HostNixl, engine_pool)
 
 
-def hand_off_between(owner: Kind, puller: Kind, puller_layout: KVLayout = LAYOUT) -> HandOff:
-    return HandOff(owner, puller, CONFIG, puller_layout)
-
-
 @pytest.mark.parametrize(
     ("owner", "puller"),
     [
@@ -58,24 +52,9 @@ def hand_off_between(owner: Kind, puller: Kind, puller_layout: KVLayout = LAYOUT
     ],
 )
 def test_a_hand_off_moves_every_block_and_its_digests_fit(owner: Kind, puller: Kind) -> None:
-    hand_off = hand_off_between(owner, puller)
+    hand_off = HandOff(owner, puller, CONFIG)
     hand_off.run()
     assert hand_off.assert_moved().stats.num_blocks_reread == 0
-    hand_off.close()
-
-
-def test_pools_of_other_block_sizes_hand_off_without_digests() -> None:
-    small = replace(LAYOUT, block_size=8)
-    hand_off = hand_off_between(DEVICE, DEVICE, small)
-    hand_off.run()
-    hand_off.assert_completed()
-    shape = (30, 2, 3, -1, 64)
-    for position, source in enumerate(hand_off.sources):
-        whole = hand_off.owner.bytes[source].view(np.uint16).reshape(shape)
-        for part in (0, 1):
-            target = hand_off.targets[2 * position + part]
-            half = hand_off.puller.bytes[target].view(np.uint16).reshape(shape)
-            assert np.array_equal(half, whole[:, :, :, part * 8 : part * 8 + 8])
     hand_off.close()
 
 

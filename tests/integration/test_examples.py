@@ -81,24 +81,23 @@ async def answer_of(program: str, address: str) -> str:
     return output
 
 
-async def test_the_python_client_streams_and_reports_what_the_answer_took(addresses: Addresses) -> None:
-    output = await answer_of("python_client.py", addresses.router)
-    assert re.search(r"\d+ \+ \d+ tokens, ended by (stop|length)\n", output)
-    assert re.search(r"first token after [\d.]+ ms, path disaggregated\n", output)
+USED = r"\d+ \+ \d+ tokens"
+ANSWERS = [
+    ("python_client.py", "router", USED + r", ended by (stop|length)\nfirst token after [\d.]+ ms, path disaggregated"),
+    ("python_async.py", "router", r"(\.\.\. \d+ tokens: .*){3}"),
+    ("openai_client.py", "gateway", USED + r" of \S+\n"),
+    pytest.param("node/openai_client.js", "gateway", USED + r" of \S+\n", marks=needs_node),
+]
 
 
-async def test_the_async_python_client_completes_three_prompts(addresses: Addresses) -> None:
-    output = await answer_of("python_async.py", addresses.router)
-    assert len(re.findall(r"\.\.\. \d+ tokens: ", output)) == 3
+@pytest.mark.parametrize(("program", "door", "answer"), ANSWERS)
+async def test_an_example_streams(addresses: Addresses, program: str, door: str, answer: str) -> None:
+    assert re.search(answer, await answer_of(program, getattr(addresses, door)), re.DOTALL)
 
 
 async def test_a_program_without_a_valid_key_ends_with_the_reason(addresses: Addresses) -> None:
     status, _, errors = await run("python_async.py", addresses.router, key="tandem-wrong")
     assert (status, errors) == (1, "UNAUTHENTICATED: this API key is not known here\n")
-
-
-async def test_openai_s_python_client_streams(addresses: Addresses) -> None:
-    assert re.search(r"\d+ \+ \d+ tokens of \S+\n", await answer_of("openai_client.py", addresses.gateway))
 
 
 @needs_curl
@@ -117,11 +116,6 @@ async def test_node_streams_over_grpc(addresses: Addresses) -> None:
     assert re.search(r"\d+ \+ \d+ tokens, FINISH_REASON_(STOP|LENGTH), REQUEST_PATH_DISAGGREGATED\n", output)
     status, _, errors = await run("node/grpc_client.js", addresses.router, key="tandem-wrong")
     assert (status, errors) == (1, "UNAUTHENTICATED: this API key is not known here\n")
-
-
-@needs_node
-async def test_openai_s_node_client_streams(addresses: Addresses) -> None:
-    assert re.search(r"\d+ \+ \d+ tokens of \S+\n", await answer_of("node/openai_client.js", addresses.gateway))
 
 
 # ---- programs and commands of the documents

@@ -51,11 +51,10 @@ def choices_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 both_kinds = pytest.mark.parametrize("kind", ["chat", "completion"])
-both_forms = pytest.mark.parametrize("stream", [False, True])
+kinds_and_forms = pytest.mark.parametrize(("kind", "stream"), [("chat", True), ("completion", False)])
 
 
-@both_kinds
-@both_forms
+@kinds_and_forms
 async def test_a_refused_prompt_ends_before_any_token(http: httpx.AsyncClient, kind: str, stream: bool) -> None:
     response = await ask(http, kind, "refuse", stream=stream)
     assert response.status_code == 400
@@ -70,8 +69,7 @@ async def test_a_rewritten_prompt_is_what_the_model_reads(http: httpx.AsyncClien
     assert tokens[1] > tokens[0] + 20
 
 
-@both_kinds
-@both_forms
+@kinds_and_forms
 @pytest.mark.parametrize(
     ("prompt", "shown", "reason"),
     [

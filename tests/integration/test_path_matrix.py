@@ -31,7 +31,6 @@ DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.75, "top_p": 0.875, "top_k": 40, "seed": 11},
     "penalties": {"temperature": 0.75, "seed": 12, "repetition_penalty": 1.25, "presence_penalty": 0.5},
-    "bias": {"temperature": 0.5, "seed": 13, "logit_bias": {7: 2.0, 9: -1.0}},
     "min tokens": {"temperature": 1.0, "seed": 14, "logit_bias": {2: 4.0}, "stop_token_ids": [2], "min_tokens": 33},
     "format": {"temperature": 0.0, "output_format": ITEMS},
     "format, sampled": {"temperature": 1.0, "seed": 15, "presence_penalty": 0.5, "output_format": ITEMS},

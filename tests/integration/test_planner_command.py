@@ -1,4 +1,5 @@
-"""The planner of a real `tandem serve`: from zero workers and back, pinned by `tandem scale`, released by `--auto`."""
+"""The planner of a real `tandem serve`: from zero workers and back, also for a pool that an operator has pinned and
+released."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,7 +14,7 @@ import pytest_asyncio
 from cli.credentials import client_of, find_credentials
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
-from tests.support.command import Served, said, serving, tandem
+from tests.support.command import Served, said, serving
 from tests.support.faults import prompt_of
 from tests.support.served_answers import Answer, fleet_with
 
@@ -54,12 +54,7 @@ async def planned(connection: AsyncClient) -> list[cluster_pb2.FleetNote]:
     return [note for note in (await connection.events()).events if note.subject == "planner"]
 
 
-async def status(served: Served) -> Any:
-    _, out, _ = await tandem("status", "--json", "--router", served.address)
-    return json.loads(out)
-
-
-async def test_an_idle_fleet_has_no_worker_and_a_request_brings_them_back(served: Served) -> None:
+async def test_an_idle_fleet_has_no_worker_until_a_request_comes_or_an_operator_sizes_a_pool(served: Served) -> None:
     async with client(served) as connection:
         fleet = await fleet_with(connection, 0)
         assert (fleet.wanted_prefill, fleet.wanted_decode) == (0, 0)
@@ -71,20 +66,10 @@ async def test_an_idle_fleet_has_no_worker_and_a_request_brings_them_back(served
         assert note.what == "wants 1 prefill, 1 decode"
         assert note.reason.endswith("requests wait")
         await fleet_with(connection, 0)
-
-
-async def test_a_pool_that_an_operator_has_sized_stays_until_it_is_released(served: Served) -> None:
-    await said("scale", "--decode", "1", "--router", served.address)
-    async with client(served) as connection:
+        await said("scale", "--decode", "1", "--router", served.address)
         fleet = await fleet_with(connection, 1)
-        num_ended = (await status(served))["traffic"]["ended"]
-        await Answer(connection, prompt_of(10), 5).right()
-        await asyncio.sleep(4.0)  # twice idle_s
-        fleet = await connection.fleet()
         assert (fleet.wanted_prefill, fleet.wanted_decode) == (0, 1)
-        found = await status(served)
-        assert (found["planner"]["enabled"], found["planner"]["pinned"]) == (True, ["decode"])
-        assert found["traffic"]["ended"] == num_ended + 1
-        code, _, err = await tandem("scale", "--auto", "--router", served.address)
-        assert (code, err) == (0, "")
+        planner = json.loads(await said("status", "--json", "--router", served.address))["planner"]
+        assert (planner["enabled"], planner["pinned"]) == (True, ["decode"])
+        await said("scale", "--auto", "--router", served.address)
         await fleet_with(connection, 0)

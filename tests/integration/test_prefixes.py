@@ -136,7 +136,6 @@ async def test_a_worker_that_starts_again_finds_its_blocks(tmp_path: Path, model
     assert tokens == expected(config.engine)
 
 
-@pytest.mark.usefixtures("a_read_always_pays")
 async def answer_of(fleet: Fleet) -> Answer:
     answer = Answer()
     async for response in fleet.inference.Generate(make_request(token_ids=PROMPT, max_tokens=8), timeout=60.0):

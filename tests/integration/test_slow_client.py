@@ -145,6 +145,3 @@ async def test_of_a_thousand_calls_each_ends_with_tokens_or_a_retry_hint_and_lea
         await deployment.settle()
         del stream, streams, refused, served
         assert not growth(before, count_live())
-
-
-# ---- A real report stream: a slow reader is cut off, and the router beside it stays in step with the caches.

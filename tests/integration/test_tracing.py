@@ -114,20 +114,15 @@ async def test_each_stage_of_a_worker_has_its_figures(traced: Traced) -> None:
     finished = traced.answer.finished
     attributes = {span["name"]: span["attributes"] for span in traced.spans}
     prefill, transfer = attributes["prefill_worker.prefill"], attributes["decode_worker.transfer"]
-    decode, attempt = attributes["decode_worker.decode"], attributes["router.attempt"]
     assert prefill[Attribute.WORKER] == finished.prefill_worker
     assert (prefill[Attribute.TOKENS], prefill[Attribute.CACHED_TOKENS], prefill[Attribute.BLOCKS]) == (80, 0, 5)
     assert prefill[Attribute.STEPS] == 2, "a step has at most 64 tokens"
-    assert prefill[Attribute.BATCH_SIZE] == 1
-    assert prefill[Attribute.PREDICTED] == attempt[Attribute.ROUTE_PREFILL] > 0
-    assert attributes["prefill_worker.queue"][Attribute.QUEUE_DEPTH] == 0
+    assert prefill[Attribute.PREDICTED] == attributes["router.attempt"][Attribute.ROUTE_PREFILL] > 0
     assert transfer[Attribute.TRANSFER_OWNER] == finished.prefill_worker
     assert (transfer[Attribute.TRANSFER_BLOCKS], transfer[Attribute.TRANSFER_SKIPPED_BLOCKS]) == (5, 0)
     assert transfer[Attribute.TRANSFER_GB_PER_S] > 0
     assert transfer[Attribute.TRANSFER_LANE]
-    assert decode[Attribute.TOKENS] == 16
-    assert decode[Attribute.STEPS] >= 15
-    assert attempt[Attribute.ATTEMPT] == 1
+    assert attributes["decode_worker.decode"][Attribute.TOKENS] == 16
 
 
 async def test_the_children_cover_98_percent_of_the_root(traced: Traced) -> None:
@@ -148,13 +143,8 @@ async def test_the_root_carries_the_semantic_attributes(traced: Traced) -> None:
     assert attributes[Attribute.FINISH_REASONS] == ["length"]
     assert attributes[Attribute.PATH] == "disaggregated"
     assert attributes[Attribute.DECODE_WORKER] == finished.decode_worker
-    predicted_ms, actual_ms = attributes[Attribute.PREDICTED_TTFT], attributes[Attribute.TTFT]
-    assert actual_ms == pytest.approx(finished.timings.first_token_ms)
-    assert predicted_ms > attributes[Attribute.ROUTE_QUEUE] + attributes[Attribute.ROUTE_PREFILL] > 0
-    assert (
-        attributes[Attribute.ROUTE_COST]
-        > attributes[Attribute.ROUTE_PREFILL] + attributes[Attribute.ROUTE_TRANSFER] - 1e-6
-    )
+    assert attributes[Attribute.TTFT] == pytest.approx(finished.timings.first_token_ms)
+    assert attributes[Attribute.PREDICTED_TTFT] == pytest.approx(finished.promise.ttft_ms)
     transfer = next(span for span in traced.spans if span["name"] == SpanName.DECODE_TRANSFER.value)["attributes"]
     assert transfer[Attribute.TRANSFERRED_BYTES] == finished.transferred_bytes > 0
 
@@ -352,28 +342,21 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-async def test_a_request_of_the_ring_is_drawn_with_its_candidates(traced: Traced) -> None:
-    answer, verbose, drawn = traced.answer, traced.verbose, traced.drawn
+async def test_ring_and_file_draw_a_request_alike_and_list_it(traced: Traced) -> None:
+    finished, verbose, drawn = traced.answer.finished, traced.verbose, traced.drawn
     lines = drawn.splitlines()
-    assert answer.finished.trace_id in lines[0]
+    assert finished.trace_id in lines[0]
     assert all(any(line.startswith(stage) for line in lines) for stage in STAGES)
     assert all(line.rstrip().endswith("ms") for line in lines if line.startswith("  router."))
     assert any(line.lstrip().startswith("*") for line in lines), "the chosen candidate"
     assert "tandem.transfer.gb_per_s=" in verbose
     assert "tandem.transfer.gb_per_s=" not in drawn
-
-
-async def test_the_file_gives_the_same_spans(traced: Traced) -> None:
-    finished, drawn = traced.answer.finished, traced.drawn
     from_file = [run("--file", str(traced.file), name) for name in (finished.request_id, finished.trace_id)]
     assert from_file[0] == from_file[1]
     names = [line.split()[0] for line in from_file[0].splitlines()[1:]]
-    assert names == [line.split()[0] for line in drawn.splitlines()[1 : len(names) + 1]]
-
-
-async def test_without_an_id_the_last_requests_are_listed(traced: Traced) -> None:
+    assert names == [line.split()[0] for line in lines[1 : len(names) + 1]]
     for text in (traced.listed, run("--file", str(traced.file))):
-        assert traced.answer.finished.request_id in text
+        assert finished.request_id in text
         assert "disaggregated" in text
 
 

@@ -16,22 +16,13 @@ from core.config import TransferConfig
 from core.errors import TransportError
 from core.handoff import AbortReason, Release
 from kv_transfer.agent import NICENESS
-from kv_transfer.protocol.events import (
-    AgentFailed,
-)
+from kv_transfer.protocol.events import AgentFailed, PullFailed
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import Transport
 from protos.handoff_codec import encode
 from tests.integration.transfer_owner_process import host_pool
-from tests.integration.transfer_worker import (
-    LAYOUT,
-    PATIENCE_S,
-    TRANSFER_ID,
-    HandOff,
-    Kind,
-    run_until_results,
-)
+from tests.integration.transfer_worker import LAYOUT, PATIENCE_S, TRANSFER_ID, HandOff, Kind, run_until_results
 from tests.support.transfer_worker import OpenTransport, TransferWorker
 
 CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=0.3)
@@ -126,4 +117,6 @@ def test_a_peer_that_cannot_be_reached_is_reported_lost(hand_off: HandOff) -> No
     ghost = replace(hand_off.owner.machine.address, name="ghost", metadata=b"ghost")
     hand_off.puller.act(hand_off.puller.machine.reserve_pull(TRANSFER_ID, ghost, time.monotonic()))
     run_until_results([hand_off.puller], 1)
-    hand_off.assert_failed(AbortReason.PEER_LOST)
+    (failed,) = hand_off.puller.results
+    assert isinstance(failed, PullFailed)
+    assert failed.reason is AbortReason.PEER_LOST

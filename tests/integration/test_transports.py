@@ -23,9 +23,6 @@ from tests.support.unreliable_transport import Faults
 
 ROOT = Path(__file__).parents[2]
 
-
-NUM_PARTS = 4
-
 Opening = Callable[[str], Transport]
 
 
@@ -60,22 +57,14 @@ class TestContract:
             expected[target] = known_bytes(source)
         assert np.array_equal(ends.bytes_b, expected)
 
-    def test_whole_blocks_move_by_their_numbers(self, ends: Ends) -> None:
-        sources, targets = (3, 4, 5, 9, 63), (10, 11, 12, 2, 63)
-        handle = ends.b.start_block_read("a", sources, targets)
-        assert ends.poll_until(bool) == [ReadDone(handle)]
-        expected = np.zeros_like(ends.bytes_b)
-        for source, target in zip(sources, targets, strict=True):
-            expected[target] = known_bytes(source)
-        assert np.array_equal(ends.bytes_b, expected)
-
-    def test_blocks_in_parts_move_by_their_numbers_between_pools_of_two_sizes(self, opening: Opening) -> None:
+    @pytest.mark.parametrize("num_parts", [1, 4])
+    def test_blocks_move_by_their_numbers_between_pools_of_two_sizes(self, opening: Opening, num_parts: int) -> None:
         """Part p of block b is at [p, b] of a pool, so the same part of one block lies elsewhere in a larger pool."""
         arrays = {}
 
         def pool(num_blocks: int) -> tuple[np.ndarray, PoolMemory]:
-            arrays[num_blocks] = array = np.zeros((NUM_PARTS, num_blocks, SIZE // NUM_PARTS), np.uint8)
-            memory = PoolMemory(array.ctypes.data, num_blocks, LAYOUT, array.reshape(-1).data, num_parts=NUM_PARTS)
+            arrays[num_blocks] = array = np.zeros((num_parts, num_blocks, SIZE // num_parts), np.uint8)
+            memory = PoolMemory(array.ctypes.data, num_blocks, LAYOUT, array.reshape(-1).data, num_parts=num_parts)
             return array.reshape(num_blocks, SIZE), memory
 
         sizes = iter((NUM_BLOCKS, NUM_BLOCKS + 7))

@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.asking import ask
 from benchmarks.dataplane.load import ask_worker
-from core.config import WorkerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
 from gateway.fleets import Fleets
@@ -80,7 +79,7 @@ async def test_a_first_hand_off_finds_its_handshake_done() -> None:
         old.die()
         del fleet.endpoints["prefill-0"]
         new = FakeEngine(fleet.cluster, name="prefill-2", info=old.info, next_token=old._next_token)
-        await fleet.add(ServiceRole.PREFILL, 2, new, WorkerConfig())
+        await fleet.add(ServiceRole.PREFILL, 2, new)
         await fleet.have_met()
         await _answers(fleet, 8, 8)
         assert fleet.cluster.num_late_handshakes == 0
@@ -99,8 +98,7 @@ def _expected(count: int, max_tokens: int) -> list[tuple[int, ...]]:
     return [expected([*PROMPT, place], max_tokens, None if place % 2 else place) for place in range(count)]
 
 
-@pytest.mark.parametrize("have_agents", [False, True])
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize(("victim", "have_agents"), [("decode-0", True), ("prefill-0", False)])
 async def test_the_death_of_an_engine_costs_no_stream_and_no_token(victim: str, have_agents: bool) -> None:
     async with deploy_fakes(num_prefill=2, num_decode=2, step_s=0.01, have_agents=have_agents) as fleet:
         engine = fleet.engines[victim]
@@ -167,7 +165,7 @@ async def test_an_engine_that_does_not_start_says_why() -> None:
         engine = type(fleet.engines["decode-0"])(fleet.cluster)
         engine.refuses_start = True
         with pytest.raises(TandemError, match="does not start"):
-            await fleet.add(ServiceRole.DECODE, 1, engine, WorkerConfig())
+            await fleet.add(ServiceRole.DECODE, 1, engine)
         assert (await fleet.generate(PROMPT)).token_ids == expected(PROMPT, 8)
 
 

@@ -37,10 +37,10 @@ def device_pool(
     return memory.bytes.reshape(num_blocks, -1), PoolMemory(memory.address, num_blocks, layout, None, device, 0, memory)
 
 
-def address_of(transport: Transport, pool: PoolMemory, incarnation: int = 1) -> AgentAddress:
+def address_of(transport: Transport, pool: PoolMemory) -> AgentAddress:
     return AgentAddress(
         transport.name,
-        incarnation,
+        1,
         transport.metadata(),
         pool.address,
         pool.num_blocks,

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.config import TransferConfig
-from core.handoff import AbortReason, OwnerState
+from core.handoff import OwnerState
 from core.kv_layout import KVLayout
 from core.scheduling.block_pool import Column
-from kv_transfer.protocol.events import (
-    OfferEnded,
-    PullCompleted,
-    PullFailed,
-)
+from kv_transfer.protocol.events import OfferEnded, PullCompleted
 from tests.support.transfer_worker import OpenPool, OpenTransport, TransferWorker, host_pool
 
 # One block is 368,640 bytes: SmolLM2-135M in bfloat16.
@@ -57,13 +53,10 @@ class Kind:
 class HandOff:
     """A hand-off of NUM_BLOCKS blocks from `owner` to `puller`, offered in chunks."""
 
-    def __init__(self, owner: Kind, puller: Kind, config: TransferConfig, puller_layout: KVLayout = LAYOUT) -> None:
+    def __init__(self, owner: Kind, puller: Kind, config: TransferConfig) -> None:
         self.owner = TransferWorker("prefill", owner.open_transport, config, LAYOUT, POOL_BLOCKS, owner.open_pool)
-        parts = LAYOUT.block_size // puller_layout.block_size
-        self.puller = TransferWorker(
-            "decode", puller.open_transport, config, puller_layout, POOL_BLOCKS * parts, puller.open_pool
-        )
-        sources, targets = self.owner.pool.allocate(NUM_BLOCKS), self.puller.pool.reserve(NUM_BLOCKS * parts)
+        self.puller = TransferWorker("decode", puller.open_transport, config, LAYOUT, POOL_BLOCKS, puller.open_pool)
+        sources, targets = self.owner.pool.allocate(NUM_BLOCKS), self.puller.pool.reserve(NUM_BLOCKS)
         assert sources is not None
         assert targets is not None
         self.sources, self.targets = sources, targets[::-1]
@@ -93,23 +86,14 @@ class HandOff:
             step_all(self.workers)
         run_until_results(self.workers, 1, PATIENCE_S)
 
-    def assert_completed(self) -> PullCompleted:
+    def assert_moved(self) -> PullCompleted:
+        """Completed, and every byte is there."""
+        assert np.array_equal(self.puller.bytes[self.targets], self.owner.bytes[self.sources])
         assert self.owner.results == [OfferEnded(TRANSFER_ID, OwnerState.RELEASED, None, is_released=True)]
         (result,) = self.puller.results
         assert isinstance(result, PullCompleted)
         assert result.token_ids == (FIRST_TOKEN,)
         assert self.owner.pool.ledger()[Column.LEASED] == 0
-        return result
-
-    def assert_moved(self) -> PullCompleted:
-        """Completed, and every byte is there."""
-        assert np.array_equal(self.puller.bytes[self.targets], self.owner.bytes[self.sources])
-        return self.assert_completed()
-
-    def assert_failed(self, reason: AbortReason) -> PullFailed:
-        (result,) = self.puller.results
-        assert isinstance(result, PullFailed)
-        assert result.reason is reason
         return result
 
     def close(self) -> None:

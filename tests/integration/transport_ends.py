@@ -12,6 +12,7 @@ from kv_transfer.transports.transport import PoolMemory, ReadDone, Transport, Tr
 from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, address_of, host_pool, known_bytes
 
 SIZE = LAYOUT.block_bytes
+PATIENCE_S = 20.0  # for a busy machine
 
 OpenPool = Callable[[], tuple[np.ndarray, PoolMemory]]
 
@@ -31,12 +32,12 @@ class Ends:
         self.a.connect(self.address_b)
         self.b.connect(self.address_a)
 
-    def poll_until(self, enough: Callable[[list[TransportEvent]], bool], seconds: float = 20.0) -> list[TransportEvent]:
+    def poll_until(self, enough: Callable[[list[TransportEvent]], bool]) -> list[TransportEvent]:
         """The reports of `b`, while both poll, until there are enough."""
         events: list[TransportEvent] = []
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_S
         while not enough(events):
-            assert time.monotonic() < deadline, f"not enough after {seconds} s: {events}"
+            assert time.monotonic() < deadline, f"not enough after {PATIENCE_S} s: {events}"
             self.a.poll()
             events += self.b.poll()
         return events

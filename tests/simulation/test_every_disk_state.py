@@ -24,7 +24,7 @@ from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.faults import DiskFaults, Fault
 from simulator.virtual.world import SimulationError
 from tests.simulation.test_every_move_state import BrokenMove, cancel, deadline, router_death
-from tests.support.sharing_worlds import with_small_pools
+from tests.support.small_worlds import with_small_pools
 from worker.tier.disk_tier import DiskTier
 from worker.tier.events import (
     BlocksCopied,

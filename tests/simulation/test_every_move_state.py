@@ -1,7 +1,7 @@
 """Something goes wrong while a request moves, in each state of the move: a death, a stop for longer than the lease, or
-a cut link, at the source or at the target, or the death of the router; and something else later. Likewise while a
-worker reads a cached prefix from a peer. Every check of the simulator holds: each index has one author, each request
-ends once with the right tokens, and no block is left."""
+a cut link, at the source or at the target, the death of the router, a cancel or a deadline; and something else later.
+Likewise in each state of a hand-off, and of a read of a cached prefix from a peer. Every check of the simulator holds:
+each index has one author, each request ends once with the right tokens, and no block is left."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from decode_worker.events import DecodeArrived
 from decode_worker.machine import DecodeMachine
 from decode_worker.moves import Move, MoveState
 from decode_worker.pull_queue import PullQueue
+from kv_transfer.protocol.pull import Pull
 from prefill_worker.machine import PrefillArrived
 from router.requests.routed_request import request_id_of
 from simulator.search.scenario import Scenario, make_scenario
@@ -26,8 +27,7 @@ from simulator.search.simulation import Simulation
 from simulator.shells.worker_shell import WorkerShell
 from simulator.virtual.calls import first_id
 from simulator.virtual.faults import Fault, ReadFaults, RouterDeath
-from tests.support.draining_worlds import draining
-from tests.support.sharing_worlds import sharing
+from tests.support.small_worlds import draining, sharing
 from worker.prefixes import PrefixPull, PrefixRequested
 
 SEED = 4
@@ -45,6 +45,7 @@ STATES: dict[str, Callable[[Move, PullerState | None], bool]] = {
     "runs at the target": lambda move, pull: move.state is MoveState.HANDED_OVER and pull is None,
 }
 KINDS = ("dies", "vanishes", "stops", "loses its token stream", "cut link")
+PULL_KINDS = ("dies", "vanishes", "stops", "cut link")
 SIDES = ("source", "target")
 
 
@@ -100,6 +101,8 @@ class BrokenMove:
             self.simulation.world.after(0.0, partial(act, self, source, move))
 
     def target_of(self, source: WorkerShell, move: Any) -> WorkerShell | None:
+        if isinstance(move, KnownPull):
+            return move.target
         offer = source.machine.transfers.owner.offers.get(move.transfer_id)
         return None if offer is None else self.simulation.fleet[offer.peer.name.partition("@")[0]]
 
@@ -165,8 +168,10 @@ def deadline(broken_move: BrokenMove, source: WorkerShell, move: Move) -> None:
     expected.deadline, expected.call.client = due, replace(expected.call.client, timeout_s=1.0)
     simulation.routers[0].machine._deadlines.set(("request", request_id), due)
     simulation.routers[0]._timer.update()
-    source.machine.core.open_calls.deadlines.set(dispatch_id, source.clock + 0.001)
-    source._timer.update()
+    for shell in (source, broken_move.target_of(source, move)):
+        if shell is not None and dispatch_id in shell.machine.core.open_calls.timelines:
+            shell.machine.core.open_calls.deadlines.set(dispatch_id, shell.clock + 0.001)
+            shell._timer.update()
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -207,6 +212,71 @@ def test_the_other_side_fails_too(
             BrokenMove(state, broken(first, one), later(delay_s, second, other)).run(patch)
 
 
+# ---- a hand-off
+
+HAND_OFF_STATES: dict[str, Callable[[OwnerState, Pull], bool]] = {
+    "waits for room": lambda _, pull: pull.state is PullerState.RESERVED,
+    "is computed": lambda owner, pull: owner is OwnerState.COMPUTING and pull.state is PullerState.WANTING,
+    "is read in part": lambda _, pull: pull.state is PullerState.WANTING and bool(pull.verified),
+    "is read": lambda _, pull: pull.state is PullerState.READING,
+    "is verified": lambda _, pull: pull.state is PullerState.VERIFYING,
+}
+
+
+class KnownPull(NamedTuple):
+    """As a `Move`, to what goes wrong."""
+
+    transfer_id: TransferId
+    target: WorkerShell
+    sequence: Sequence | None
+
+
+class BrokenHandOff(BrokenMove):
+    """A small world in which faults happen as soon as a hand-off is in a state."""
+
+    def __init__(self, state: str, *what: Callable[[BrokenMove, WorkerShell, Any], None]) -> None:
+        super().__init__(next(iter(STATES)), *what)
+        scenario = _small_world()
+        model = replace(scenario.workers[0].scheduler, max_batched_tokens=16)
+        num_blocks = 17 if state == "waits for room" else scenario.workers[0].num_blocks  # 17: a request fits alone
+        workers = tuple(replace(spec, scheduler=model, num_blocks=num_blocks) for spec in scenario.workers)
+        router = replace(scenario.router, local_prefill="never")
+        self.simulation = Simulation(replace(scenario, workers=workers, router=router, faults=()))
+        self._is_hand_off_in_state, self._needs_proof = HAND_OFF_STATES[state], state == "is verified"
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if self._needs_proof:  # that the lease covered the reads
+            covers = Pull.lease_covers_reads.fget  # type: ignore[attr-defined]
+            monkeypatch.setattr(Pull, "lease_covers_reads", property(lambda pull: self.took_effect and covers(pull)))
+        super().run(monkeypatch)
+
+    def _look(self) -> None:
+        targets = (shell for shell in self.simulation.fleet.values() if isinstance(shell.machine, DecodeMachine))
+        for target, prompt in [(shell, prompt) for shell in targets for prompt in shell.machine.pulls.by_id.values()]:
+            pull = target.machine.transfers.puller.pulls.get(prompt.transfer_id)
+            source = pull and self.simulation.fleet[pull.owner.name.partition("@")[0]]
+            offer = source and source.machine.transfers.owner.offers.get(prompt.transfer_id)
+            if offer and not self.took_effect and self._is_hand_off_in_state(offer.state, pull):
+                self._act(source, KnownPull(prompt.transfer_id, target, prompt.sequence))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", PULL_KINDS)
+@pytest.mark.parametrize("state", HAND_OFF_STATES)
+def test_one_side_of_a_hand_off_fails_in_each_state(
+    monkeypatch: pytest.MonkeyPatch, state: str, kind: str, side: str
+) -> None:
+    BrokenHandOff(state, broken(kind, side)).run(monkeypatch)
+
+
+@pytest.mark.parametrize("what", [router_death, cancel, deadline], ids=lambda what: what.__name__)
+@pytest.mark.parametrize("state", HAND_OFF_STATES)
+def test_the_request_ends_in_each_state_of_its_hand_off(
+    monkeypatch: pytest.MonkeyPatch, state: str, what: Callable[[BrokenMove, WorkerShell, Any], None]
+) -> None:
+    BrokenHandOff(state, what).run(monkeypatch)
+
+
 # ---- a prefix from a peer
 
 
@@ -227,15 +297,6 @@ PULL_STATES: dict[str, Callable[[View], bool]] = {
     "is given up": lambda view: view.pull is not None and not view.pull.is_awaited,
     "is complete": lambda view: view.source is OwnerState.OFFERED and view.was_begun and view.pull is None,
 }
-PULL_KINDS = ("dies", "vanishes", "stops", "cut link")
-
-
-class KnownPull(NamedTuple):
-    """As a `Move`, to what goes wrong."""
-
-    transfer_id: TransferId
-    target: WorkerShell
-    sequence: Sequence | None
 
 
 class BrokenPull(BrokenMove):
@@ -267,9 +328,6 @@ class BrokenPull(BrokenMove):
             state, given = known and known.state, offer and offer.state
             if self._is_pull_in_state(View(pull, state, given, transfer_id in self._begun)):
                 self._act(source, KnownPull(transfer_id, reader, pull and pull.sequence))
-
-    def target_of(self, _: WorkerShell, move: Any) -> WorkerShell | None:
-        return move.target  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -29,9 +29,9 @@ SMALL = ReplayConfig(
 ONE_OF_EACH = replace(SMALL, num_prefill=1, num_decode=1, load=0.01)
 
 
-def turns(num_conversations: int, num_turns: int, seed: int = 0) -> Workload:
+def turns(num_conversations: int, num_turns: int) -> Workload:
     """Conversations that grow by two blocks in each turn; all of them begin with block 0."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     starts = [(chance.uniform(0, 60), number) for number in range(num_conversations)]
     requests = [
         TraceRequest(

@@ -53,7 +53,7 @@ from simulator.virtual import world
 from simulator.virtual.calls import Call
 from simulator.virtual.faults import Fault, NetworkFaults, ReadFaults, RouterDeath
 from simulator.virtual.world import SimulationError
-from tests.support.draining_worlds import draining
+from tests.support.small_worlds import draining
 from vllm_worker.engine import Prompt
 from vllm_worker.engine_call import EngineCall
 from vllm_worker.fake_engine import FakeCore

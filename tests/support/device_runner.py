@@ -1,17 +1,31 @@
-"""Workers whose pools are on pretended devices."""
+"""Workers whose pools are on pretended devices, and nixl that takes their memory for what it is: host memory."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 import engine.factory
 import kv_transfer.transports.nixl_transport
 from core.config import EngineConfig
+from core.handoff import AgentAddress
 from engine.fake_runner import FakeRunner
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
-from tests.support.host_nixl import HostNixl
+from kv_transfer.transports.nixl_transport import NixlTransport
+from kv_transfer.transports.transport import PoolMemory
+
+
+class HostNixl(NixlTransport):
+    def __init__(self, name: str, on_device: bool = True) -> None:  # noqa: ARG002
+        super().__init__(name)
+
+    def register(self, pool: PoolMemory) -> None:
+        super().register(replace(pool, device=None, memory=None))
+
+    def connect(self, peer: AgentAddress) -> None:
+        super().connect(replace(peer, device=None))
 
 
 class DeviceRunner(FakeRunner):

@@ -1,4 +1,4 @@
-"""Helpers of the fault tests: a stream that ends with tokens or a typed error, and rules for messages on the wire.
+"""Helpers of the fault tests: a stream that ends with tokens or a typed error.
 
 A fault test makes its fault and proves that the fault happened. Then it checks `right` (the exact tokens) or `typed`
 (an error before the deadline, after only right tokens), `settle` (no block in use within the lease), and `serves_on` (a
@@ -12,8 +12,6 @@ import functools
 import itertools
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -21,15 +19,11 @@ import grpc
 import grpc.aio
 
 from core.config import EngineConfig, TandemConfig, TransferConfig
-from core.handoff import HandoffMessage, PullerState
 from core.request import Request, SamplingParams
 from engine.fake_runner import FakeRunner, expected_tokens
-from kv_transfer.transports.memory_transport import MemoryFabric
-from protos.handoff_codec import decode
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
-from tests.support.deployment import SLACK_S, Answer, Deployment, make_request, tiny_config, trailers_of, transfers
-from tests.support.steps import slow_down
+from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config, trailers_of
 
 LEASE_S = 2.0  # a busy machine delays a process by less than this
 TYPED = {
@@ -46,19 +40,11 @@ def fault_config(
     transport: str = "memory",
     *,
     lease_s: float = LEASE_S,
-    verify_digests: bool = True,
-    read_grace_s: float = 1.0,
     **router: object,
 ) -> TandemConfig:
     """Short leases and short time limits, so that a test sees both end."""
     patience: dict[str, object] = {"worker_wait_s": 4.0, "report_stale_s": 2.0, "worker_lost_s": 3.0}
-    transfer = TransferConfig(
-        transport=transport,
-        lease_s=lease_s,
-        read_grace_s=read_grace_s,
-        min_bytes_per_s=1e6,
-        verify_digests=verify_digests,
-    )
+    transfer = TransferConfig(transport=transport, lease_s=lease_s, read_grace_s=1.0, min_bytes_per_s=1e6)
     return replace(tiny_config(**(patience | router)), transfer=transfer)  # type: ignore[arg-type]
 
 
@@ -166,40 +152,6 @@ class Stream:
         assert self.answer.token_ids == expected(self.prompt, self.num_output)[: self.num_tokens]
         return self
 
-    async def right_or_typed(self) -> Stream:
-        await self.end()
-        return await (self.right() if self.code is None else self.typed())
-
-
-class Wire:
-    """Sees every hand-off message on a fabric. `rule` decides its fate: None = it arrives; () = it is lost; (0, 0) = it
-    arrives twice. `done` counts the changed messages, by class name."""
-
-    def __init__(self, fabric: MemoryFabric) -> None:
-        self.fabric = fabric
-        self.rule: Callable[[HandoffMessage], Sequence[int] | None] = lambda _message: None
-        self.seen: Counter[str] = Counter()
-        self.done: Counter[str] = Counter()
-        self.kept: list[tuple[str, str, bytes]] = []  # (sender, receiver, payload) of lost messages
-        fabric.fate = self._fate
-
-    def _fate(self, sender: str, receiver: str, payload: bytes) -> Sequence[int]:
-        """Runs on an agent's thread, with the fabric's lock held."""
-        message = decode(payload)
-        name = type(message).__name__
-        self.seen[name] += 1
-        fate = self.rule(message)
-        if fate is None:
-            return (0,)
-        self.done[name] += 1
-        if not fate:
-            self.kept.append((sender, receiver, payload))
-        return fate
-
-    @staticmethod
-    def read(payload: bytes) -> HandoffMessage:
-        return decode(payload)
-
 
 async def serves_on(inference: inference_pb2_grpc.InferenceStub) -> None:
     """A new request, in no prefix cache, must get the right tokens."""
@@ -207,21 +159,3 @@ async def serves_on(inference: inference_pb2_grpc.InferenceStub) -> None:
 
 
 _NEW_SEEDS = itertools.count(100_000)
-
-# ---- of one pair of workers
-
-FIRST = prompt_of(1)
-
-
-def pulls_ended(deployment: Deployment, state: PullerState) -> int:
-    return transfers(deployment.decode[0]).counters.pulls[state.value]
-
-
-def agent_name(deployment: Deployment) -> str:
-    return transfers(deployment.prefill[0]).address.name
-
-
-async def bystander(deployment: Deployment, num_output: int = 60) -> Stream:
-    """A request in decode while a fault happens. The fault must not change its stream."""
-    slow_down(deployment.decode[0], 0.01)
-    return await Stream(deployment.inference, prompt_of(77), num_output).reach(3)

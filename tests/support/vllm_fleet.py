@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def require_vllm() -> None:
     """Skip the test where vLLM is not installed."""
     if not python_of(VllmConfig()).exists() or not default_model_dir().is_dir():
         pytest.skip("vLLM is not installed (make vllm)")
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    draws = random.Random(number)
+    return [draws.randint(1000, 40_000) for _ in range(num_tokens)]
 
 
 class VllmProcess(ServiceProcess):

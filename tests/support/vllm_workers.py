@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from core.config import TelemetryConfig, VllmConfig, WorkerConfig
+from core.config import VllmConfig, WorkerConfig
 from core.lifecycle import ServiceRole
 from core.output_grammar import GrammarRow
 from core.request import Request, SamplingParams
@@ -69,11 +69,10 @@ class FakeEngineFleet:
         options = {"temperature": 0.0, "ignore_eos": True} | options
         return await self.client.complete(prompt, 30.0, max_tokens=max_tokens, **options)
 
-    async def add(self, role: ServiceRole, ordinal: int, engine: FakeEngine, config: WorkerConfig) -> None:
-        name = f"{role.value}-{ordinal}"
-        service = VllmService(
-            role, ordinal, config, engine, Limits(config.step_timeout_s, max_waiting=64, max_running=0)
-        )
+    async def add(self, role: ServiceRole, ordinal: int, engine: FakeEngine) -> None:
+        name, config = f"{role.value}-{ordinal}", WorkerConfig()
+        limits = Limits(config.step_timeout_s, max_waiting=64, max_running=0)
+        service = VllmService(role, ordinal, config, engine, limits)
         self.engines[name], self.services[name] = engine, service
         self.endpoints[name] = await service.start()
         await self.publish()
@@ -110,20 +109,16 @@ class FakeEngineFleet:
 async def deploy_fakes(
     num_prefill: int = 1,
     num_decode: int = 1,
-    worker: WorkerConfig | None = None,
     step_s: float = 0.002,
-    telemetry: TelemetryConfig | None = None,
     have_agents: bool = False,
     **router: Any,
 ) -> AsyncIterator[FakeEngineFleet]:
-    config = tiny_config(telemetry=telemetry, **router)
+    config = tiny_config(**router)
     adapters = tuple(f"{name}=/adapters/{name}" for name in ADAPTERS)
     config = replace(config, engine=replace(config.engine, name="vllm"), vllm=VllmConfig(adapters=adapters))
     tokenizer = load_tokenizer(config.engine.model)
-    tokens, info = (
-        FormattedTokens(tokenizer),
-        replace(INFO, eos_token_ids=tokenizer.eos_token_ids, context_length=tokenizer.info.context_length),
-    )
+    tokens = FormattedTokens(tokenizer)
+    info = replace(INFO, eos_token_ids=tokenizer.eos_token_ids, context_length=tokenizer.info.context_length)
     async with contextlib.AsyncExitStack() as stack:
         router_service, address = await stack.enter_async_context(running_router(config))
         client = await stack.enter_async_context(AsyncClient(address))
@@ -132,5 +127,5 @@ async def deploy_fakes(
         for role, count in ((ServiceRole.PREFILL, num_prefill), (ServiceRole.DECODE, num_decode)):
             for ordinal in range(count):
                 engine = FakeEngine(fleet.cluster, step_s, f"{role.value}-{ordinal}", info, tokens, have_agents)
-                await fleet.add(role, ordinal, engine, worker or WorkerConfig())
+                await fleet.add(role, ordinal, engine)
         yield fleet

@@ -15,7 +15,7 @@ from core.scheduling.block_pool import Column
 from tandem_client import AsyncClient, Completion
 from tests.support.child_processes import ChildEnded
 from tests.support.eager_reads import route_eagerly
-from tests.support.vllm_fleet import BLOCK_SIZE, VllmProcess, require_vllm, routed, started_workers
+from tests.support.vllm_fleet import BLOCK_SIZE, VllmProcess, prompt_of, require_vllm, routed, started_workers
 from tests.support.waiting import until
 
 Workers = dict[str, VllmProcess]
@@ -31,11 +31,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     changes = {"vllm": {"connector": "tandem", "lease_s": LEASE_S}}
     with started_workers(directory, ("prefill", 0), ("decode", 0), changes=changes) as started:
         yield started
-
-
-def prompt_of(number: int, num_tokens: int) -> list[int]:
-    draws = random.Random(number)
-    return [draws.randint(1000, 40_000) for _ in range(num_tokens)]
 
 
 LENGTHS = [k * BLOCK_SIZE + edge for k in (1, 2, 8) for edge in (-1, 0, 1)] + [1, 50, 333, 700]

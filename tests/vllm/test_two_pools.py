@@ -23,7 +23,7 @@ from core.lifecycle import ServiceRole
 from core.scheduling.block_pool import Column
 from router.routing.worker_record import WorkerRecord
 from tandem_client import AsyncClient, Completion
-from tests.support.vllm_fleet import BLOCK_SIZE, LEASE_S, VllmProcess, require_vllm, routed, started_workers
+from tests.support.vllm_fleet import BLOCK_SIZE, LEASE_S, VllmProcess, prompt_of, require_vllm, routed, started_workers
 from tests.support.waiting import until
 
 Workers = dict[str, VllmProcess]
@@ -45,11 +45,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     require_vllm()
     with started_workers(tmp_path_factory.mktemp("vllm"), ("prefill", 0), ("decode", 0), ("decode", 1)) as started:
         yield started
-
-
-def prompt_of(number: int, num_tokens: int) -> list[int]:
-    draws = random.Random(number)
-    return [draws.randint(1000, 40_000) for _ in range(num_tokens)]
 
 
 # Around the edges of blocks; the second half repeats prompts, whose blocks are cached by then.
