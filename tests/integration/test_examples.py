@@ -25,7 +25,7 @@ from gateway.fleets import Fleets
 from runtime.rpc.api_keys import hash_of
 from tandem_client.stubs import inference_pb2
 from tests.support.commands_of_docs import commands_of
-from tests.support.deployment import deploy, tiny_config
+from tests.support.deployment import deploy, make_request, tiny_config
 from tests.support.gateway import serving_gateway
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -137,7 +137,9 @@ async def test_the_policy_of_the_document_serves_a_request(tmp_path: Path, monke
     config = tiny_config(policy="own_policy:make")
     assert type(load_policy(config.router)).__name__ == "FewestRequests"
     async with deploy(config, num_prefill=1, num_decode=1) as deployment:
+        explained = await deployment.cluster.Explain(make_request(text="Hello"), timeout=10)
         answer = await deployment.generate(text="Hello", max_tokens=4)
+    assert explained.reason.startswith("the choice of own_policy:make, "), "not the cheapest way"
     assert answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL, "the built-in policy may not choose it here"
     assert len(answer.token_ids) == 4
 
