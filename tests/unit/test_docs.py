@@ -9,9 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from cli.main import app
 from docs.limits import PAGE, draw
 from docs.render_tables import DRAWN, render
+from model_files.model_config import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
@@ -22,6 +25,8 @@ SOURCES = (*PROJECT["tool"]["importlinter"]["root_packages"], "tests", "tools", 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FENCED = re.compile(r"```.*?```", re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
+NUMBER = re.compile(r"\d[\d,.]*\d|\d")
+NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 FILE = re.compile(r"\.?[\w-]+(/[\w.-]*)+|[\w-]+\.(py|md|proto|toml|txt)")
 
 
@@ -74,6 +79,30 @@ def test_every_name_in_backticks_is_a_name_of_the_code() -> None:
         and not set(re.findall(r"\w+", span)) <= words_of_the_code()
     ]
     assert not unknown
+
+
+def test_every_target_of_make_is_there_or_its_figures_name_the_commit_that_had_it() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = re.compile(r"(?:`|^)make ([a-z][a-z-]*)(?=(.{0,200}))", re.MULTILINE | re.DOTALL)
+    found = [(path.name, match) for path in DOCUMENTS for match in named.finditer(path.read_text(encoding="utf-8"))]
+    assert len(found) > 50
+    gone = [(name, match) for name, match in found if match[1] not in targets]
+    assert not [(name, match[0]) for name, match in gone if not re.search(r"\b[0-9a-f]{8}\b", match[2])]
+
+
+def test_the_figures_of_the_readme_are_those_of_the_pages_behind_it() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = [ROOT / "docs/performance.md", *(ROOT / "docs/figures").glob("*.md")]
+    known = set(re.findall(NUMBER, "\n".join(page.read_text(encoding="utf-8") for page in pages)))
+    rows = [line.split("|")[2:4] for line in readme.splitlines() if line.startswith("|") and "bench-" in line]
+    assert len(rows) >= 4
+    assert {number for row in rows for number in re.findall(NUMBER, "".join(row))} <= known
+    assert f"knows {NUMBER_WORDS[len(FAMILIES)]} dense families" in readme.replace("\n", " ")
+
+
+def test_the_page_of_usage_has_every_command() -> None:
+    usage = (ROOT / "docs/usage.md").read_text(encoding="utf-8")
+    assert not [name for name in typer.main.get_command(app).commands if f"tandem {name}" not in usage]  # type: ignore[attr-defined]
 
 
 def test_every_fault_names_a_file_of_its_tests() -> None:
