@@ -6,15 +6,20 @@ import json
 import re
 import tomllib
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import typer.main
 
+import gateway.routes
 from cli.main import app
 from docs.limits import PAGE, draw
 from docs.render_tables import DRAWN, render
 from model_files.model_config import FAMILIES
+from tools.fuzz.parsers import PARSERS
+from tools.fuzz.servers import BODIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", "docs/**/*.md", "deploy/**/*.md", "examples/*.md")
@@ -103,6 +108,16 @@ def test_the_figures_of_the_readme_are_those_of_the_pages_behind_it() -> None:
 def test_the_page_of_usage_has_every_command() -> None:
     usage = (ROOT / "docs/usage.md").read_text(encoding="utf-8")
     assert not [name for name in typer.main.get_command(app).commands if f"tandem {name}" not in usage]  # type: ignore[attr-defined]
+
+
+def test_every_endpoint_is_on_the_page_of_the_gateway_and_every_body_is_fuzzed() -> None:
+    modules = [import_module(f"gateway.routes.{found.name}") for found in iter_modules(gateway.routes.__path__)]
+    routes = [route for module in modules for route in getattr(module, "ROUTES", ())]
+    assert len(routes) > 10
+    page = (ROOT / "docs/gateway.md").read_text(encoding="utf-8")
+    assert not [route.path for route in routes if route.path.partition("/{")[0] not in page]
+    posted = {route.path for route in routes if "POST" in route.methods}
+    assert posted == BODIES.keys() == posted & PARSERS.keys()
 
 
 def test_every_fault_names_a_file_of_its_tests() -> None:
