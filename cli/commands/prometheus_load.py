@@ -21,7 +21,7 @@ PROMPTS, OUTPUTS = "vllm[:_]request_prompt_tokens", "vllm[:_]request_generation_
 HITS, ASKED = "vllm[:_]prefix_cache_hits_total", "vllm[:_]prefix_cache_queries_total"  # tokens
 KEY_VARIABLE = "PROMETHEUS_TOKEN"  # environment variable with a bearer token of the server
 ANSWER_S = 30.0  # seconds of Prometheus for each of eight queries; beyond: `ConfigError`
-MAX_WINDOW_S = 315_360_000.0  # seconds of `tandem advise --window-s`, ten years; beyond: `ConfigError`
+MAX_WINDOW_S = 315_360_000.0  # seconds of `--window-s` of `tandem advise`, ten years; beyond: `ConfigError`
 MAX_SHOWN = 300  # characters of the server's own error
 # Share of the requests by which counts that must be equal or rise may differ: the server extrapolates each, and a vLLM
 # that starts again in the window takes some of each bucket with it.

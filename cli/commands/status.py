@@ -153,10 +153,11 @@ def _holder_row(holder: worker_pb2.BlockHolder) -> list[str]:
 
 
 def _state(worker: cluster_pb2.FleetWorker) -> Text:
-    """The state of the worker, or for how long it has sent no report."""
+    """The state of the worker, or for how long it has sent no report. A name keeps its first role."""
     if worker.report_age_ms > SILENT_MS:
         return Text(f"silent {worker.report_age_ms / 1e3:.0f} s", style="red")
-    return _state_text(worker.state)
+    role, state = short_name(worker_pb2.WorkerRole, worker.role), _state_text(worker.state)
+    return state if worker.worker_id.startswith(f"{role}-") else state.append(f" as {role}")
 
 
 def _state_text(state: worker_pb2.WorkerState) -> Text:

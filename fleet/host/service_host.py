@@ -26,6 +26,8 @@ from core.service import Endpoint, FleetRouter, RouterControl, Service, WorkerCo
 from core.traffic import RouterTraffic
 from runtime.log_lines import log_to_stderr
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -85,6 +87,7 @@ class ServiceHost:
 
     async def start(self, factory: bytes, placement: Placement) -> Endpoint | StartFault:
         log_to_stderr(logging.INFO)
+        logger.info("%s starts", placement.slot)  # by this line an operator finds the log of a service
         os.environ["OMP_NUM_THREADS"] = str(placement.num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.disable()  # imports create half a million lasting objects, and each collection would scan them all

@@ -127,7 +127,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             prompt_tokens=generation.choices[0].num_prompt_tokens,
             candidates=[encode_candidate(candidate, candidate is chosen) for candidate in found],
             path=codec.PATH_TO_WIRE[chosen.path],
-            reason=reason_for(chosen, view.can_prefill),
+            reason=reason_for(chosen, view.can_prefill, self._shell.config.policy),
         )
 
     @aborts

@@ -38,7 +38,7 @@ def trace_of(ring: RequestRing, name: str, router_id: str) -> cluster_pb2.Trace:
     """Raises `RequestUnknown`."""
     found = ring.find(name)
     if not found:
-        raise RequestUnknown(f"this router keeps no request {quoted(name)}: it keeps the last {CAPACITY}")
+        raise RequestUnknown(f"{router_id} keeps no request {quoted(name)}, only the last {CAPACITY} of its own")
     last = found[-1].ended
     trace = cluster_pb2.Trace(requests=map(_summary, found))
     for entry in found:

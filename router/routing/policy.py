@@ -569,8 +569,10 @@ def _spread(found: list[Candidate]) -> Candidate:
     return min(near, key=lambda candidate: (candidate.num_dispatched, *candidate.order))
 
 
-def reason_for(candidate: Candidate, has_prefill_workers: bool) -> str:
-    """The sentence of `ExplainResponse.reason`."""
+def reason_for(candidate: Candidate, has_prefill_workers: bool, own_policy: str = "") -> str:
+    """The sentence of `ExplainResponse.reason`. `own_policy`: `[router] policy`, if it made the choice."""
+    if own_policy:
+        return f"the choice of {own_policy}, with a predicted cost of {candidate.cost:.3f} s"
     if candidate.prefill_worker is not None:
         return f"the lowest predicted cost ({candidate.cost:.3f} s), the first token in {candidate.first_token_s:.3f} s"
     if not has_prefill_workers:

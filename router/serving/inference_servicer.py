@@ -8,7 +8,6 @@ from typing import Any
 
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.plain_text import escaped
-from core.request import MAX_SEED
 from router.serving import validation
 from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.choice_stream import ChoiceStream
@@ -22,6 +21,7 @@ from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from text.tokenizer import ModelTokenizer
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
+FLOAT_BITS = 53
 # gRPC closes the connection of a draining server right behind the last call. If the client sends anything after that,
 # even a word of flow control, the connection is reset, and what the client has not read by then is lost.
 LAST_READ_S = 0.3
@@ -160,4 +160,5 @@ async def _write(writer: CallWriter, deadline: float) -> None:
 
 
 def _random_seed() -> int:
-    return secrets.randbelow(MAX_SEED + 1)
+    """Exact also as a float64: numbers of JSON and JavaScript bring it back unchanged when they resume or repeat."""
+    return secrets.randbits(FLOAT_BITS)

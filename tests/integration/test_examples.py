@@ -10,10 +10,13 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
@@ -23,9 +26,9 @@ from cli.main import app
 from core.config import ApiKeyConfig
 from gateway.fleets import Fleets
 from runtime.rpc.api_keys import hash_of
-from tandem_client.stubs import inference_pb2
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.commands_of_docs import commands_of
-from tests.support.deployment import deploy, tiny_config
+from tests.support.deployment import deploy, make_request, tiny_config
 from tests.support.gateway import serving_gateway
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -120,18 +123,56 @@ async def test_node_streams_over_grpc(addresses: Addresses) -> None:
 
 # ---- programs and commands of the documents
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "routing.md"
+DOCUMENTS = Path(__file__).parents[2] / "docs"
+
+
+def program_of(page: str, words: str) -> str:
+    """The Python program of a page that has these words."""
+    programs = re.findall(r"```python\n(.*?)```", (DOCUMENTS / page).read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = [str(program) for program in programs if words in program]
+    return found
+
+
+class Lost(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_program_of_the_document_goes_on_at_another_router() -> None:
+    async with deploy(tiny_config()) as deployment:
+
+        def resume() -> list[int]:
+            with grpc.insecure_channel(deployment.router_address) as channel:
+                other = inference_pb2_grpc.InferenceStub(channel)
+
+                def generate(request: inference_pb2.GenerateRequest, timeout: float) -> Iterator[Any]:
+                    for response in other.Generate(request, timeout=timeout):
+                        yield response
+                        if response.HasField("tokens"):
+                            raise Lost
+
+                request = make_request(text="Hello", max_tokens=40, temperature=1.0)
+                names: dict[str, Any] = {"grpc": grpc, "request": request, "other_stub": other}
+                names["stub"] = SimpleNamespace(Generate=generate)
+                exec(program_of("usage.md", "request.resume[:]"), names)
+                assert 0 < len(request.resume) < 40, "the first call broke"
+                undisturbed = make_request(text="Hello", max_tokens=40, temperature=1.0, seed=names["started"].seed)
+                again = [id for response in other.Generate(undisturbed, timeout=60) for id in response.tokens.token_ids]
+                assert names["ids"] == again
+                return again
+
+        assert len(await asyncio.to_thread(resume)) == 40
 
 
 async def test_the_policy_of_the_document_serves_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None
-    (tmp_path / "own_policy.py").write_text(code[1], encoding="utf-8")
+    (tmp_path / "own_policy.py").write_text(program_of("routing.md", "class FewestRequests"), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     config = tiny_config(policy="own_policy:make")
     assert type(load_policy(config.router)).__name__ == "FewestRequests"
     async with deploy(config, num_prefill=1, num_decode=1) as deployment:
+        explained = await deployment.cluster.Explain(make_request(text="Hello"), timeout=10)
         answer = await deployment.generate(text="Hello", max_tokens=4)
+    assert explained.reason.startswith("the choice of own_policy:make, "), "not the cheapest way"
     assert answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL, "the built-in policy may not choose it here"
     assert len(answer.token_ids) == 4
 

@@ -148,7 +148,10 @@ async def test_the_promise_comes_first_and_the_receipt_last(deployment: Deployme
     assert finished.promise.path == finished.path
     assert (finished.prefill_worker[:10], finished.decode_worker[:9]) == ("prefill-0.", "decode-0.")
     timings = finished.timings
-    assert 0 < timings.tokenize_ms < timings.first_token_ms < timings.total_ms
+    phases = timings.tokenize_ms, timings.router_queue_ms, timings.prefill_queue_ms, timings.prefill_ms
+    assert 0 < timings.tokenize_ms < sum(phases) < timings.first_token_ms, "messages take the rest"
+    assert timings.first_token_ms + timings.decode_ms <= timings.total_ms + 0.001
+    assert finished.seed < 2**53, "a number of JavaScript keeps it"
     assert min(timings.prefill_ms, timings.transfer_ms, timings.decode_ms) > 0
     assert took.keys() >= RECEIPT
     assert float(took["tandem-decode-ms"]) == pytest.approx(timings.decode_ms, abs=1e-3)

@@ -168,7 +168,9 @@ async def test_a_request_that_fails_has_its_reason_on_its_root_and_in_the_ring(t
         waiting.cancel()
         await until(lambda: not deployment.router._shell.num_open, "the router has dropped the request")
         trace = await client.get_trace("my own")
-        with pytest.raises(CallFailed, match="keeps no request 'nothing': it keeps the last 512") as failure:
+        with pytest.raises(
+            CallFailed, match=r"router-0\.\w+ keeps no request 'nothing', only the last 512 of its own"
+        ) as failure:
             await client.get_trace("nothing")
         assert failure.value.code is grpc.StatusCode.NOT_FOUND
         with pytest.raises(grpc.aio.AioRpcError, match=r"limit: must be in \[1, 512\]"):

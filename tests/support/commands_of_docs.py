@@ -12,8 +12,8 @@ import typer.main
 
 _BLOCK = re.compile(r"```.*?```", re.DOTALL)
 _SPAN = re.compile(r"`([^`]+)`")
-# At the start, after variables, or after the `--` of `kubectl exec`; up to a comment or the next command.
-_COMMAND = re.compile(r"(?:^(?:\w+=\S+ )*| -- )((?:tandem [a-z]|ray start\b)[^#|&]*)")
+# At the start, after variables, or after the `--` of `kubectl exec`; up to a comment, an input or the next command.
+_COMMAND = re.compile(r"(?:^(?:\w+=\S+ )*| -- )((?:tandem [a-z]|ray start\b)[^#|&<]*)")
 
 
 def check_command(arguments: Sequence[str]) -> None:

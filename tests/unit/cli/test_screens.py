@@ -238,14 +238,17 @@ def shown(table: Table, width: int = 110) -> list[str]:
 
 
 def test_one_router_has_no_row_and_a_worker_has_its_use_its_queue_and_its_speed_or_its_blocks() -> None:
-    found = fleet(DECODE, worker("decode-1", age_ms=12_000), decode=3)
+    switched = worker("decode-2")
+    switched.role = worker_pb2.WORKER_ROLE_PREFILL
+    found = fleet(DECODE, worker("decode-1", age_ms=12_000), switched, decode=3)
     assert shown(fleet_table(found, {"decode-0.0123456789abcdef": 12.34}, False)) == [
-        "prefill 0/1 · decode 2/3 · 8 in flight · 9 queued",
+        "prefill 1/1 · decode 2/3 · 8 in flight · 9 queued",
         "worker state KV cached run wait todo tok/s moves",
+        "decode-2.0123 serving as prefill 25% 25% 2 5 77 - 6",
         "decode-0.0123 serving 25% 25% 2 5 77 12.3 6",
         "decode-1.0123 silent 12 s 25% 25% 2 5 77 - 6",
     ]
-    assert shown(fleet_table(found, {}, True))[1:3] == [
+    assert shown(fleet_table(found, {}, True))[1::2] == [
         "worker state free cached held leased incoming moves",
         "decode-0.0123 serving 50 25 20 3 2 6",
     ]

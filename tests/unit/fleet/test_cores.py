@@ -152,14 +152,18 @@ class Listening:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
-async def test_the_address_that_a_host_gives_answers(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_that_a_host_gives_answers(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for effect in ("gc.disable", "gc.freeze", "sys.setswitchinterval"):
         monkeypatch.setattr(effect, lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the host sets it, the test puts it back
     service_host = ServiceHost()
-    placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None)
-    found = await service_host.start(pickle.dumps(functools.partial(Listening, host)), placement)
+    placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None, slot="decode-1")
+    with caplog.at_level("INFO"):
+        found = await service_host.start(pickle.dumps(functools.partial(Listening, host)), placement)
     assert isinstance(found, Endpoint)
+    assert caplog.messages[0] == "decode-1 starts", "the log of a service names it first"
     assert found.address.rpartition(":")[0] in ("127.0.0.1", "[::1]")
     async with open_channel(found.address, MESSAGE_BYTES) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
