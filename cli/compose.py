@@ -29,7 +29,8 @@ from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from model_files.model_source import content_digest, resolve_model
-from router.routing.policy import Policy, SecondsPolicy
+from router.routing.policy import SecondsPolicy
+from router.routing.question import Policy
 from runtime.large_blocks import give_large_blocks_back
 from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials

@@ -17,7 +17,7 @@ from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.local_calls import LocalCalls
 from router.operations.cluster_servicer import ClusterServicer
-from router.routing.policy import Policy
+from router.routing.question import Policy
 from router.serving.inference_servicer import InferenceServicer
 from router.serving.output_formats import RequestGrammars
 from router.serving.tenant_admission import TenantAdmission

@@ -25,7 +25,7 @@ from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
-from router.routing.policy import Policy
+from router.routing.question import Policy
 from router.serving.choice_stream import ChoiceStream
 from router.serving.ended_choice import EndedChoice
 from runtime.driver import Driver

@@ -25,7 +25,8 @@ from benchmarks.report import Report, parser_of
 from benchmarks.traces import CONVERSATION, TRACES
 from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
-from router.routing.policy import Candidate, Option, RoutingQuestion, SecondsPolicy, prefix_read
+from router.routing.policy import SecondsPolicy, prefix_read
+from router.routing.question import Candidate, Option, RoutingQuestion
 from simulator.calibration.public_points import Filters, fit_file
 from simulator.processes import CountEnded, run_all
 from simulator.replay import workloads

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from core.lifecycle import Stage
 from router.requests.events import Attempt, Outcome, WorkerStage
-from router.routing.policy import TERMS, Candidate
+from router.routing.question import TERMS, Candidate
 from router.serving.ended_choice import EndedChoice
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.telemetry import AttributeValue, SpanRecord

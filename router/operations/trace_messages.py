@@ -10,7 +10,7 @@ from core.lifecycle import Stage
 from protos import codec
 from router.operations.request_ring import CAPACITY, RequestRing, RingEntry
 from router.operations.request_spans import num_attempts, spans_of
-from router.routing.policy import TERMS, Candidate
+from router.routing.question import TERMS, Candidate
 from router.serving.ended_choice import EndedChoice
 from router.serving.receipt import phase_timings
 from runtime.tracing.telemetry import AttributeValue

@@ -15,7 +15,7 @@ from router.requests.admission import QueueWait, refusal
 from router.requests.events import RequestArrived
 from router.requests.request_queue import RequestQueue
 from router.requests.routed_request import RoutedRequest
-from router.routing.policy import Candidate
+from router.routing.question import Candidate
 from router.routing.workers import WorkerTable, hashes_of
 
 

@@ -19,7 +19,7 @@ from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.step import SampledToken
-from router.routing.policy import Candidate
+from router.routing.question import Candidate
 
 # ---- events
 

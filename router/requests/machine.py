@@ -45,7 +45,8 @@ from router.requests.open_dispatches import OpenDispatches
 from router.requests.routed_request import RoutedRequest, dispatch_of
 from router.requests.router_view import RouterView
 from router.requests.worker_liveness import WorkerLiveness
-from router.routing.policy import Candidate, Policy, SecondsPolicy
+from router.routing.policy import SecondsPolicy
+from router.routing.question import Candidate, Policy
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import NOT_TIMED, WorkerTable
 

@@ -9,7 +9,8 @@ from core.request import Request
 from router.requests import events
 from router.requests.events import PrefillResult, RouterAction
 from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of, dispatch_of
-from router.routing.policy import Candidate, move_seconds
+from router.routing.policy import move_seconds
+from router.routing.question import Candidate
 from router.routing.worker_record import CallWork, WorkerRecord
 from router.routing.workers import WorkerTable
 

@@ -14,7 +14,7 @@ from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken
 from router.requests.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise
-from router.routing.policy import Candidate
+from router.routing.question import Candidate
 
 MAX_ATTEMPTS_KEPT = 16  # attempts of a request in its trace; beyond: the oldest is dropped
 

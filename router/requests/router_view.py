@@ -9,7 +9,7 @@ from core.errors import ErrorCode
 from core.lifecycle import ServiceRole
 from core.request import Request
 from router.requests.moves import MOVED, MoveOutcome
-from router.routing.policy import Candidate
+from router.routing.question import Candidate
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import WorkerTable, hashes_of
 

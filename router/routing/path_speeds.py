@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from router.routing.policy import UNKNOWN_BYTES_PER_S, WorkerView
+from router.routing.question import UNKNOWN_BYTES_PER_S, WorkerView
 
 _Path = tuple[str, str]  # agents of the reader and the owner
 

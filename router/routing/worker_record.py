@@ -24,7 +24,7 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathStatus
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import NUM_SIZE_CLASSES, RouterCalls, WorkerLoad, size_class
-from router.routing.policy import WorkerView
+from router.routing.question import WorkerView
 from router.routing.source_trial import SourceTrial
 
 _NO_CALLS = RouterCalls()

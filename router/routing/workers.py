@@ -16,16 +16,9 @@ from core.lifecycle import MoveReason, ServiceRole
 from core.request import Request
 from core.scheduling.worker_load import WorkerChanges
 from router.routing.path_speeds import PathSpeeds
-from router.routing.policy import (
-    MAX_SOURCES,
-    Candidate,
-    Option,
-    Policy,
-    RoutingQuestion,
-    alone,
-    move_target,
-)
+from router.routing.policy import MAX_SOURCES, alone, move_target
 from router.routing.prefix_index import PrefixIndex
+from router.routing.question import Candidate, Option, Policy, RoutingQuestion
 from router.routing.worker_record import WorkerRecord
 
 NOT_TIMED = nullcontext()

@@ -9,7 +9,7 @@ from functools import partial
 from core.config import RouterConfig, SchedulerConfig, WorkerConfig
 from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
-from router.routing.policy import Policy
+from router.routing.question import Policy
 from simulator.shells.cost_model import H100_8B, RDMA_400G, LinkCost, layout_8b
 
 

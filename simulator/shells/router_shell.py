@@ -19,7 +19,7 @@ from decode_worker.events import DecodeArrived, HandoffArrived, MoveArrived, Res
 from prefill_worker.machine import OfferWithdrawn, PrefillArrived
 from router.requests import events
 from router.requests.machine import RouterMachine
-from router.routing.policy import Policy
+from router.routing.question import Policy
 from simulator.shells.worker_shell import Asked
 from simulator.virtual.machine_timer import MachineTimer
 from simulator.virtual.memory import EOS_TOKEN_IDS

@@ -11,7 +11,8 @@ import pytest
 
 from router.requests import open_dispatches
 from router.routing import policy
-from router.routing.policy import Candidate, RoutingQuestion, SecondsPolicy
+from router.routing.policy import SecondsPolicy
+from router.routing.question import Candidate, RoutingQuestion
 from router.routing.source_trial import SourceTrial
 from worker.tier import disk_tier
 

@@ -70,7 +70,7 @@ BOUNDED = (
     "router.routing.policy.SecondsPolicy.compared",
     "router.routing.workers.WorkerTable.compared",
     # The policy keeps the candidates of the last decision; choices that leak are found by themselves.
-    "router.routing.policy.Candidate",
+    "router.routing.question.Candidate",
     "router.routing.prefix_index.",
     "kv_transfer.offered_digests.",
     "kv_transfer.protocol.plan.",  # one of each pair of workers, made with its first read

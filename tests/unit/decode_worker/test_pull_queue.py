@@ -12,7 +12,8 @@ import pytest
 from core.config import RouterConfig
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from router.routing.policy import RoutingQuestion, SecondsPolicy
+from router.routing.policy import SecondsPolicy
+from router.routing.question import RoutingQuestion
 from router.routing.worker_record import WorkerRecord
 from tests.support.worker_words import WorkerReplay, transcripts
 

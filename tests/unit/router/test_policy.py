@@ -18,7 +18,8 @@ from core.lifecycle import RequestPath
 from core.paths import Lane, PathState, PathStatus
 from core.scheduling.worker_load import NUM_SIZE_CLASSES, size_class
 from router.routing import policy
-from router.routing.policy import Candidate, Option, RoutingQuestion, SecondsPolicy, WorkerView, move_target, reason_for
+from router.routing.policy import SecondsPolicy, move_target, reason_for
+from router.routing.question import MESSAGE_S, UNKNOWN_BYTES_PER_S, Candidate, Option, RoutingQuestion, WorkerView
 
 BLOCK = 4
 COST = StepCost(step_s=0.01, sequence_s=0.001, context_s=1e-6, token_s=0.001, pair_s=0.0)
@@ -69,7 +70,7 @@ def test_an_idle_pair_needs_the_time_of_its_steps() -> None:
     assert found.prefill_s == pytest.approx(1.0 + 2 * COST.step_s), "two steps of at most 512 tokens"
     assert (found.queue_s, found.room_wait_s, found.num_streams) == (0.0, 0.0, 0)
     assert (found.uncached_tokens, found.transfer_blocks, found.path) == (1000, 250, RequestPath.DISAGGREGATED)
-    assert found.first_token_s == pytest.approx(found.prefill_s + policy.MESSAGE_S)
+    assert found.first_token_s == pytest.approx(found.prefill_s + MESSAGE_S)
 
 
 def test_cached_tokens_are_not_computed_but_attended_to() -> None:
@@ -110,7 +111,7 @@ def path(bytes_per_s: float, expected: float = 0.0, latency_s: float = 0.0) -> d
         (path(1e6, latency_s=0.25), 0.25 + 128 * 1000 / 1e6),  # of the last chunk: 512 tokens in blocks of 4
         (path(1e4), 256 * 1000 / 1e4 - (1.024 + 2 * COST.step_s)),  # it lags behind the prefill
         (path(0.0, expected=2e6), 128 * 1000 / 2e6),  # the bandwidth of the hardware
-        ({}, 128 * 1000 / policy.UNKNOWN_BYTES_PER_S),
+        ({}, 128 * 1000 / UNKNOWN_BYTES_PER_S),
     ],
 )
 def test_a_transfer_costs_what_the_prefill_does_not_hide(paths: dict[str, PathStatus], transfer_s: float) -> None:
@@ -192,7 +193,7 @@ def test_a_worker_is_charged_for_what_the_prompt_drives_out_of_its_cache_as_ofte
 def test_room_is_waited_for_before_the_decode_worker_computes() -> None:
     found = alone(100, view("d", num_free_blocks=5, blocks_released_per_s=10.0))
     assert found.room_wait_s == pytest.approx(2.0)
-    assert found.first_token_s == pytest.approx(2.0 + found.prefill_s + policy.MESSAGE_S)
+    assert found.first_token_s == pytest.approx(2.0 + found.prefill_s + MESSAGE_S)
 
 
 # ---- the choice

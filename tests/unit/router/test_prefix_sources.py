@@ -19,13 +19,22 @@ from router.requests import events
 from router.requests.open_dispatches import LATE_S
 from router.routing import policy
 from router.routing.path_speeds import PathSpeeds
-from router.routing.policy import Candidate, Option, PrefixRead, RoutingQuestion, SecondsPolicy, WorkerView
+from router.routing.policy import SecondsPolicy
+from router.routing.question import (
+    MESSAGE_S,
+    NO_READ,
+    UNKNOWN_BYTES_PER_S,
+    Candidate,
+    Option,
+    PrefixRead,
+    RoutingQuestion,
+    WorkerView,
+)
 from router.routing.source_trial import SourceTrial
 from tests.unit.router.driving_router import LAYOUT, SERVING, DrivenRouter, agent, transcripts
 from tests.unit.router.test_policy import AUTO, BLOCK, IDLE, NEVER, backlog
 
 BLOCK_BYTES = 1_000_000
-MESSAGE_S, NO_READ, UNKNOWN_BYTES_PER_S = policy.MESSAGE_S, policy.NO_READ, policy.UNKNOWN_BYTES_PER_S
 READER = replace(IDLE, worker_id="P", reads_prefixes=True, block_bytes=BLOCK_BYTES, agent_name="P")
 OWNER = replace(READER, worker_id="S", agent_name="S")
 D = replace(IDLE, worker_id="D")

@@ -19,7 +19,7 @@ from router.operations.request_ring import MAX_TRACED, RequestRing
 from router.operations.request_spans import predicted_s, root_attributes, route_attributes, spans_of
 from router.operations.trace_messages import list_requests, trace_of
 from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
-from router.routing.policy import Candidate, PrefixRead
+from router.routing.question import Candidate, PrefixRead
 from router.serving.choice_stream import ChoiceStream
 from router.serving.receipt import phase_timings, receipt_of
 from runtime.prometheus.metric_series import Buckets

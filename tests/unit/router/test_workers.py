@@ -17,7 +17,8 @@ from core.scheduling.sequence import Sequence
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from protos import codec
 from router.requests.peer_discovery import announce_join, announce_leave
-from router.routing.policy import Candidate, SecondsPolicy
+from router.routing.policy import SecondsPolicy
+from router.routing.question import Candidate
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import REUSE_WEIGHT, WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
