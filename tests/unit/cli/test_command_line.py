@@ -218,6 +218,18 @@ def test_ctrl_c_during_the_imports_exits_without_a_traceback(monkeypatch: pytest
     assert ended.value.code == 130
 
 
+def test_a_file_where_an_axis_belongs_gets_the_flag_it_needs() -> None:
+    result = CliRunner().invoke(app, ["simulate", "a.jsonl"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "'a.jsonl' is an axis, which needs --sweep; a file of requests is --workload FILE" in result.output
+
+
+def test_a_closed_standard_stream_is_an_empty_one() -> None:
+    program = [sys.executable, "-c", "from cli.entry import run; run()", "generate"]
+    ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *program], stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, b"error: prompt: is empty\n")
+
+
 # ---- Ctrl-C and SIGTERM of `tandem serve` before its loop runs, and while Ray closes.
 
 SERVE = """
