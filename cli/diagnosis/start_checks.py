@@ -40,6 +40,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
         check_gateway(config.gateway, listens=has_ports)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
+    cache_dir = default_cache_dir()
     if config.engine.name == "vllm":
         from cli.diagnosis.vllm_environment import check_machine, check_options
 
@@ -50,7 +51,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     if config.cluster.address:
         return  # the machines of a joined cluster may store their models at other paths
     entry = CATALOGUE.get(config.engine.model)
-    if entry is not None and not is_cached(entry, default_cache_dir()):
+    if entry is not None and not is_cached(entry, cache_dir):
         from cli.commands.pull import pull
 
         pull(entry.name, console)

@@ -105,7 +105,7 @@ def _measure(reader: ProbeWorker, owner: AgentAddress) -> PathStatus:
 
 def probe(config: TransferConfig) -> PathStatus:
     """Raises `TransportError` if the transport does not work between two processes of this machine."""
-    command = [sys.executable, "-m", "cli.diagnosis.transport_probe", config.transport]
+    command = [sys.executable, "-P", "-m", "cli.diagnosis.transport_probe", config.transport]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
     assert process.stdin is not None

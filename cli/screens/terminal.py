@@ -15,12 +15,15 @@ from rich.segment import Segment
 
 from core.plain_text import escaped, is_plain
 
+MIN_WIDTH = 40  # columns; a narrower terminal breaks the lines itself
 SHOWN = "\n\t"  # control characters that an output may have
 
 
 class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, markup=False, emoji=False)
+        if self.width < MIN_WIDTH:  # also COLUMNS=0, with which rich prints nothing
+            self.width = MIN_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,6 +39,8 @@ SUPERVISOR_NAME = "supervisor"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # close to the minimum of Ray; no request uses the object store
 JOIN_TIMEOUT_S = 5.0
 
+MIN_FILES = 256  # that a process may open, connections included; fewer: `ConfigError`
+MAX_FILES = 65_536  # to which a lower limit is raised, as far as the system allows it
 # Ray reads these when it is imported.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # the operator has not agreed to usage reports
@@ -182,13 +186,16 @@ class Cluster:
 def begin(config: ClusterConfig) -> Cluster:
     """Begin to start a Ray on this machine, or find the Ray at `config.address`.
 
-    Raises `ConfigError` if no Ray answers at that address.
+    Raises `ConfigError` if no Ray answers at that address, or if this process cannot start one.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if config.address:
         _require_reachable(config.address)
         return Cluster(config.address)
+    _require_python()
+    _require_directories()
+    _require_files()
     _require_ray_token()
     names = filter(None, (config.prefill_resource, config.decode_resource, config.router_resource))
     resources = dict.fromkeys(names, config.max_workers)
@@ -211,7 +218,8 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        with _signals_held_back():
+        # Ray has every actor import from the current directory first, whose files may have the names of our packages.
+        with _signals_held_back(), contextlib.chdir("/"):
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{_about_token()}") from error
@@ -250,6 +258,34 @@ def _require_ray_token() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+# The next three raise `ConfigError` where Ray or a worker would fail later, without a word about the reason.
+
+
+def _require_python() -> None:
+    if sys.flags.optimize > 1:
+        raise ConfigError("Ray does not start without docstrings: leave PYTHONOPTIMIZE=2 and python -OO out")
+
+
+def _require_directories() -> None:
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if not place.isascii():
+        raise ConfigError(f"Ray takes only a temporary directory with an ASCII name, not {place!r}: set RAY_TMPDIR")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current directory was removed: change to another one") from error
+
+
+def _require_files() -> None:
+    """The processes of the fleet inherit what this one may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if most < MIN_FILES:
+        raise ConfigError(f"a process may open {most} files here, fewer than the {MIN_FILES} of a worker: `ulimit -n`")
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _require_reachable(address: str) -> None:

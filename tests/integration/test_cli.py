@@ -43,8 +43,10 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     """One fleet for all tests; the last one ends it."""
     path = tmp_path_factory.mktemp("fleet") / "tandem.toml"
     path.write_text(CONFIG)
+    for name in ("core", "fleet", "gateway", "router", "text"):
+        (path.parent / f"{name}.py").write_text("raise ImportError('a file of the user in the current directory')")
     options = ("--local-prefill", "never", "--http", str(HTTP_PORT), "--config", str(path))
-    async with serving(*options, environment=PROXY) as fleet:
+    async with serving(*options, environment=PROXY, cwd=path.parent) as fleet:
         assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router, two workers and the gateway"
         yield fleet
 

@@ -19,13 +19,16 @@ STOPPED_WITHIN_S = 30.0
 
 
 async def start(
-    *arguments: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = ("cli.main",)
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("cli.main",),
+    cwd: Path | None = None,
 ) -> Process:
     """Start `tandem` in a new session, so that a signal reaches no other process. `program`: another module in place of
     it, with arguments of its own."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *program, *arguments,
-        stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
+        sys.executable, "-P", "-m", *program, *arguments,
+        stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, cwd=cwd,
         env=os.environ | {"COLUMNS": "120"} | dict(environment or {}),
     )  # fmt: skip
 
@@ -74,14 +77,17 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *arguments: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = ("cli.main",)
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("cli.main",),
+    cwd: Path | None = None,
 ) -> AsyncIterator[Served]:
     """`tandem serve` with a fake model of 2 ms a step, as soon as it serves. `program`: as of `start`.
 
     Its processes end with this context, also when the test fails.
     """
     process = await start(
-        "serve", "--model", "fake:slow", "--port", "0", *arguments, environment=environment, program=program
+        "serve", "--model", "fake:slow", "--port", "0", *arguments, environment=environment, program=program, cwd=cwd
     )
     try:
         yield Served(process, await _address(process), psutil.Process(process.pid).children(recursive=True))

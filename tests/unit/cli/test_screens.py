@@ -237,6 +237,13 @@ def shown(table: Table, width: int = 110) -> list[str]:
     return [" ".join(line.split()) for line in out.getvalue().splitlines() if line.strip(" ─━")]
 
 
+def test_a_terminal_of_no_width_shows_its_lines_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    out = io.StringIO()
+    Terminal(file=out).print("one line")
+    assert out.getvalue() == "one line\n"
+
+
 def test_one_router_has_no_row_and_a_worker_has_its_use_its_queue_and_its_speed_or_its_blocks() -> None:
     switched = worker("decode-2")
     switched.role = worker_pb2.WORKER_ROLE_PREFILL

@@ -13,7 +13,7 @@ import pytest
 import ray.exceptions
 
 from core.config import ClusterConfig
-from core.errors import InvalidRequest, WorkerUnavailable
+from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from fleet.host.host import HostDied, LocalRank
 from fleet.host.service_host import ServiceHost, StartFault
@@ -21,7 +21,7 @@ from fleet.law.claims import Claim, Claims, GpuUse
 from fleet.law.events import Member, SlotId
 from fleet.ray import hosts, supervisor_control
 from fleet.ray.calls import await_actor
-from fleet.ray.cluster import Cluster
+from fleet.ray.cluster import Cluster, begin
 from fleet.ray.head import RayHead
 from fleet.ray.hosts import HostActor, RayHost
 from fleet.ray.supervisor_control import SupervisorControl
@@ -43,6 +43,28 @@ async def test_a_machine_with_gpus_that_joins_later_makes_a_start_ask_for_one(mo
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
+
+
+def test_what_ray_or_a_worker_cannot_use_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as few:
+        few.setattr("resource.getrlimit", lambda _: (64, 255))
+        with pytest.raises(ConfigError, match="a process may open 255 files here, fewer than the 256"):
+            begin(ClusterConfig())
+    with monkeypatch.context() as optimized:
+        optimized.setattr("sys.flags", Mock(optimize=2))
+        with pytest.raises(ConfigError, match="PYTHONOPTIMIZE=2"):
+            begin(ClusterConfig())
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+    with pytest.raises(ConfigError, match="set RAY_TMPDIR"):
+        begin(ClusterConfig())
+    monkeypatch.delenv("RAY_TMPDIR")
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    with pytest.raises(ConfigError, match="the current directory was removed"):
+        begin(ClusterConfig())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ModelNotFound
+from core.errors import ConfigError, ModelNotFound
 from model_files import catalogue
 from model_files.catalogue import CatalogueEntry, FetchFailed, cached_path, default_cache_dir, fetch, is_cached
 
@@ -187,3 +187,7 @@ def test_the_cache_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / ".cache" / "tandem"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # of a container that runs as a number
+    with pytest.raises(ConfigError, match="set HOME, or XDG_CACHE_HOME"):
+        default_cache_dir()
