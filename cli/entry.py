@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 
@@ -11,9 +10,6 @@ from cli.exit_codes import INTERRUPTED
 
 def run() -> None:
     _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an answer may have characters that the terminal lacks
     try:
         from cli.main import run as run_command
     except KeyboardInterrupt:

@@ -65,6 +65,9 @@ def _line_of(error: Exception) -> str:
     """One line for an error that an operator can fix; empty for a bug."""
     from tandem_client import CallFailed  # here, because the import takes as long as a whole `tandem --help`
 
+    if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":
+        lacking = ascii(error.object[error.start])
+        return f"{error.encoding}, the encoding of the output, lacks {lacking}: set PYTHONIOENCODING=utf-8"
     if isinstance(error, UnicodeError):
         return "the given text is not UTF-8"
     if isinstance(error, CallFailed) and error.code.name == "UNAUTHENTICATED":

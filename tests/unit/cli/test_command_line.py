@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import signal
 import subprocess
@@ -228,6 +229,13 @@ def test_a_closed_standard_stream_is_an_empty_one() -> None:
     program = [sys.executable, "-c", "from cli.entry import run; run()", "generate"]
     ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *program], stderr=subprocess.PIPE, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, b"error: prompt: is empty\n")
+
+
+def test_a_character_that_the_output_lacks_is_named() -> None:
+    program = [sys.executable, "-c", "from cli.entry import run; run()", "key", "\N{EURO SIGN}"]
+    ended = subprocess.run(program, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, timeout=60)
+    assert ended.returncode == 1
+    assert b"latin-1, the encoding of the output, lacks '\\u20ac'" in ended.stderr
 
 
 # ---- Ctrl-C and SIGTERM of `tandem serve` before its loop runs, and while Ray closes.
