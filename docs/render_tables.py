@@ -47,7 +47,7 @@ OWNER_CAUSES = {
     (OwnerState.COMPUTING, OwnerState.OFFERED): "the first block is computed and leased",
     (OwnerState.COMPUTING, OwnerState.RELEASED): "RELEASE: the puller lacked no block, or gave up before one was ready",
     (OwnerState.COMPUTING, OwnerState.EXPIRED): "no message of the puller for `lease_s`",
-    (OwnerState.COMPUTING, OwnerState.ABORTED): "ABORT from either side, or the peer is lost; no read can be running",
+    (OwnerState.COMPUTING, OwnerState.ABORTED): "ABORT, or the peer is lost; no read can be running",
     (OwnerState.OFFERED, OwnerState.RELEASED): "RELEASE: read and verified, or given up",
     (OwnerState.OFFERED, OwnerState.EXPIRED): "no message of the puller for `lease_s`",
     (OwnerState.OFFERED, OwnerState.ABORTED): (

@@ -22,7 +22,7 @@ class PromptQueue:
         self._order = PromptOrder()
         self._sequences: dict[str, Sequence] = {}
         self._num_cached: dict[str, int] = {}  # tokens with a cached prefix, of prompts without blocks
-        self._cost = self._offered = PRIOR
+        self._cost = PRIOR
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._sequences
@@ -68,9 +68,7 @@ class PromptQueue:
 
     def set_cost(self, cost: StepCost) -> None:
         """Price the prompts anew if the prices have changed much."""
-        if cost is self._offered:
-            return
-        self._offered, known = cost, self._cost
+        known = self._cost
         if _differ(cost.token_s, known.token_s) or _differ(cost.pair_s, known.pair_s):
             self._cost = cost
             self._order.reprice({name: self._work_left(sequence) for name, sequence in self._sequences.items()})

@@ -197,9 +197,7 @@ class TransferMachine:
                 return self.owner.on_heartbeat(sender, message, now)
             case Heartbeat():
                 return self.puller.on_answer(sender, message, now)
-            case Abort(transfer_id=transfer_id) if transfer_id in self.owner.offers:
-                return self.owner.on_abort(sender, message)
-            case Abort():  # of a pull, or of an ended offer: the puller drops and counts the second
+            case Abort():
                 return self.puller.on_abort(sender, message, now)
             case _:
                 assert_never(message)

@@ -29,7 +29,7 @@ class Offer:
     last: bool = False  # nothing more will be offered
     num_before_last: int = 0  # pieces announced before `last` was known
     token_ids: tuple[int, ...] = ()  # for the last READY
-    newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
+    newest: int = 0  # counter of the newest WANT or RELEASE
     renewed_by: int = 0  # counter of the newest message that renewed the lease
     ready_sent_at: float = 0.0
     want_answered_at: float = -math.inf

@@ -208,14 +208,6 @@ class Owner:
             return self._end(offer, OwnerState.ABORTED, offer.aborting, is_released=True)
         return self._end(offer, OwnerState.RELEASED, release.reason, is_released=True)
 
-    def on_abort(self, sender: str, abort: Abort) -> Actions:
-        """The puller of a live offer gives up. Its RELEASE follows when its reads have ended."""
-        offer = self.offers[abort.transfer_id]
-        if not self._accept(offer, sender, abort) or offer.aborting is not None:
-            return []
-        offer.aborting, offer.detail = abort.reason, abort.detail
-        return [] if offer.may_be_read else self._end(offer, OwnerState.ABORTED, abort.reason)
-
     def on_peer_lost(self, name: str, died: bool) -> Actions:
         actions: Actions = []
         for offer in [offer for offer in self.offers.values() if offer.peer.name == name]:
@@ -265,13 +257,10 @@ class Owner:
         offer = self.offers.get(message.transfer_id)
         if offer is None:
             return None, self._handle_unoffered(sender, message, now)
-        return (offer if self._accept(offer, sender, message) else None), []
-
-    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort) -> bool:
-        accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
-        if accepted:
-            offer.newest = message.counter
-        return accepted
+        if not self._peers.accept(offer.peer, offer.newest, sender, message):
+            return None, []
+        offer.newest = message.counter
+        return offer, []
 
     def _handle_unoffered(self, sender: str, message: Want | Release, now: float) -> Actions:
         ended_by = self._ended.get(message.transfer_id)

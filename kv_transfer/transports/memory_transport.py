@@ -7,8 +7,6 @@ proves that its fault took effect:
     fabric.fail_operation(5, TransportError("..."))           # the 5th connect, read or notification from now on raises
     fabric.flip_byte_in_read(2)                               # the 2nd read from now on delivers one wrong bit
     fabric.stall_reads = True                                 # reads start and do not end
-    fabric.inject("a", "b", payload)                          # b receives it as a notification from a
-    fabric.kill("name")                                       # as if its process had died
 """
 
 from __future__ import annotations
@@ -52,17 +50,6 @@ class MemoryFabric:
     def flip_byte_in_read(self, nth: int) -> None:
         with self.lock:
             self._flips.add(self._num_reads + nth)
-
-    def kill(self, name: str) -> None:
-        with self.lock:
-            self.transports.pop(name)
-            self.faults_done["kill"] += 1
-
-    def inject(self, sender: str, receiver: str, payload: bytes) -> None:
-        """Deliver a late, repeated or forged notification."""
-        with self.lock:
-            self.transports[receiver]._inbox.append(_SentNotification(0, sender, payload))
-            self.faults_done["inject"] += 1
 
     # ---- called by the transports, with the lock held
 

@@ -352,7 +352,7 @@ class WorkerTable:
         """
         num_tokens = max(prompt.num_tokens, max_total_tokens - 1)
         decode = self._with_room(ServiceRole.DECODE, avoid, now, num_tokens)
-        if not decode or len(self._versions) == 1:
+        if len(self._versions) == 1:
             return [self._question(prompt, avoid, now, preferred, decode, self._versions[0])] if decode else []
         return [
             self._question(prompt, avoid, now, preferred, of_version, version)

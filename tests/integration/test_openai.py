@@ -77,6 +77,8 @@ async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
         model=MODEL, prompt=[97, 98, 99], max_tokens=6, temperature=0, echo=True, extra_body={"ignore_eos": True}
     )
     assert echoed.choices[0].text == f"abc{direct.text}"
+    with pytest.raises(openai.BadRequestError, match="repeats at most"):
+        await http.completions.create(model=MODEL, prompt=["a" * 2**20] * 2, n=2, echo=True, max_tokens=1)
 
 
 class Person(pydantic.BaseModel):

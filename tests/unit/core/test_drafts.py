@@ -87,6 +87,15 @@ def test_sequences_and_drafts_of_a_step_are_no_more_than_a_runner_is_built_for(m
     assert [(chunk.num_rows, len(chunk.sequence.block_table)) for chunk in chunks] == [(7, 3), (7, 3), (2, 2), (1, 2)]
 
 
+def test_drafts_take_the_tokens_that_decodes_and_other_drafts_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Guessing(monkeypatch, budget=10)
+    for name in "ab":
+        driven.add(name, PROMPT, max_tokens=30)
+    driven.finish_step(driven.begin(), {name: guesses(6, 10) for name in "ab"})
+    driven.add_pulled("pulled", PROMPT)
+    assert [chunk.num_rows for chunk in driven.begin().chunks] == [7, 2, 1]
+
+
 def test_no_step_is_planned_ahead_of_one_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Guessing(monkeypatch)
     driven.add("a", PROMPT, max_tokens=20)

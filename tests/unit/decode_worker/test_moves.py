@@ -94,6 +94,16 @@ a reader that has not verified all announced blocks pauses nothing
   beat 7 2 verified=2         -> heartbeat answered 7
   step                        -> step a 13+1; tokens a 3: 13
 
+a reader that has found room has no limit but its lease
+  wait 5.1
+  step                        -> step a 13+1; tokens a 3: 13
+
+a sequence whose reader is lost during its last step runs on
+  beat 7 3 verified=3         -> heartbeat answered 7
+  peer_lost
+  step                        -> step a 13+1; tokens a 3: 13
+  step                        -> step a 14+1; tokens a 4: 14
+
 resume while blocks are copied ends the move alone
   resume a 8  # another move
   resume a 7                  -> abort 7 cancelled (the router ended the move)

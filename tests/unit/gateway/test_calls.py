@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
 from core.config import ApiKeyConfig, GatewayConfig, TelemetryConfig
-from core.errors import Unauthenticated
+from core.errors import Unauthenticated, WorkerUnavailable
 from gateway.errors import ApiError, ClientGone
 from gateway.formats.form import AnswerForm
 from gateway.http.body import WaitingBodies
@@ -226,12 +227,15 @@ async def test_a_refusal_that_still_receives_a_body_ends_whole_when_the_server_s
     assert (sent[0]["status"], sent[-1]["body"], sent[-1]["more_body"]) == (401, b"", False)
 
 
-@pytest.mark.parametrize(("kind", "num_open"), [(b"text/event-stream; charset=utf-8", 1), (b"application/json", 0)])
+@pytest.mark.parametrize(
+    ("kind", "num_open"), [(b"text/event-stream; charset=utf-8", 1), (b"application/json", 0), (b"", 0)]
+)
 async def test_an_answer_counts_as_a_stream_until_its_end(kind: bytes, num_open: int) -> None:
     metrics, found = GatewayMetrics(), list[int]()
 
     async def app(_: Any, __: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if kind:  # else the client has left before
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         found.append(metrics.num_open_streams)
 
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
@@ -343,6 +347,20 @@ async def test_parts_stay_in_the_router_until_the_client_has_read_the_first_one(
     async with asyncio.timeout(5):
         await answering
     assert b"".join(client.received) == b"".join(word.encode() for word in words) + b"."
+
+
+async def test_a_call_that_fails_after_its_client_has_gone_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def generate(stream: EventStream) -> None:
+        stream.chunk(Chunk(0, 0, (1,), "word"))
+        await asyncio.sleep(0)
+        raise WorkerUnavailable("gone")
+
+    stream = EventStream(cast(AnswerForm, Words()), {})
+    await stream.begin(generate(stream), Client(0).receive)
+    await asyncio.wait([stream._generating])
+    del stream
+    gc.collect()
+    assert not caplog.records
 
 
 class FakeRouter:

@@ -34,9 +34,10 @@ class FakeRouter:
         self.is_silent = False
         self.num_keys = 0  # that it was asked about
         self._model = model
+        self._is_open = False
 
     async def open(self) -> None:
-        pass
+        self._is_open = True
 
     async def close(self) -> None:
         pass
@@ -51,6 +52,7 @@ class FakeRouter:
             raise Unauthenticated(f"unknown at {self.address}")
 
     async def model(self) -> GetModelResponse:
+        assert self._is_open
         if self.is_silent:
             await asyncio.Event().wait()
         if self.fault:

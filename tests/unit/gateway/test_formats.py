@@ -214,6 +214,14 @@ def test_a_prompt_counts_once_however_many_choices_continue_it_and_whichever_a_g
     assert usage.responses()["total_tokens"] == 18
 
 
+def test_a_receipt_is_there_if_it_was_asked_for_and_a_choice_has_one() -> None:
+    for with_receipt, ends, expected in ((False, [end()], False), (True, [], False), (True, [end()], True)):
+        usage = UsageSum(1, with_receipt)
+        for each in ends:
+            usage.add(each)
+        assert ("tandem" in usage.chat()) == expected
+
+
 def test_offsets_count_the_characters_of_the_text_and_a_part_of_one_is_named_by_its_bytes() -> None:
     entries = [TokenLogprobs(logprob=-1, token=part) for part in ("ß".encode(), b"\xc3", b"\x9f", b"b")]
     columns = CompletionLogprobs(10).take(entries)

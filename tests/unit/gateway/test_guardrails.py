@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import ConfigError, InvalidRequest
+from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from core.request import MAX_JSON_CHARS
 from examples.guardrail import EMAIL, MASK, ExampleGuardrail
 from gateway import guardrails, prompt_guardrail
@@ -18,6 +19,7 @@ from gateway.errors import ApiError
 from gateway.guardrails import FAILED, GuardedOutput, Message, Refused, check_prompt, load_guardrail
 from gateway.prompt_guardrail import check_chat, texts_of
 from gateway.routes.guarded_choice import GuardedChoice
+from gateway.routes.sinks import GuardedSink
 from tandem_client.stubs.inference_pb2 import ChatMessage, ChatPrompt, TokenChunk, Tool, ToolCall, ToolCallDelta
 
 EXAMPLE = "examples.guardrail:build"
@@ -281,3 +283,25 @@ async def test_any_part_may_be_refused(word: str) -> None:
     choice = GuardedChoice(RecordingOutput(word), [])
     with pytest.raises(Refused, match="no such words"):
         [await choice.push(chunk) for chunk in CHUNKS]
+
+
+async def test_the_calls_end_with_their_last_choice_and_their_error_is_raised() -> None:
+    sink, ends = Mock(is_full=False), asyncio.Event()
+
+    async def refused() -> None:
+        guarded.chunk(TokenChunk(text="I am bob"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.set()
+
+    async def failed() -> None:
+        raise WorkerUnavailable("gone")
+
+    guarded = GuardedSink(sink, RecordingOutput("bob"), [[QUESTION]], 1)
+    async with asyncio.timeout(5):
+        await guarded.check_all(refused())
+    sink.filtered.assert_called_once_with(0)
+    assert ends.is_set()
+    with pytest.raises(WorkerUnavailable):
+        await GuardedSink(sink, RecordingOutput(), [[QUESTION]], 1).check_all(failed())

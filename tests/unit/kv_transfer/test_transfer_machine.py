@@ -154,25 +154,11 @@ def test_a_want_for_an_ended_offer_is_answered_until_the_table_forgets_the_oldes
     assert pair.owner.machine.counters.dropped[Drop.LATE] == 2
 
 
-def test_an_abort_for_an_unknown_offer_is_counted_and_not_kept() -> None:
+def test_an_abort_for_an_unknown_pull_is_counted_and_not_kept() -> None:
     pair = Pair()
-    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
-    assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 1
-    assert pair.owner.machine.next_deadline() is None
-
-
-def test_an_abort_of_the_puller_ends_an_offer_at_once_only_if_no_block_was_announced() -> None:
-    pair = Pair()
-    pair.offer([0], last=False)
-    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
-    pair.assert_freed(OwnerState.ABORTED, AbortReason.CANCELLED)
-    pair = Pair()
-    pair.offer([0], last=False)
-    ask(pair, ID, 1)
-    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 2, AbortReason.CANCELLED)))
-    assert pair.num_leases() == 1, "until its RELEASE"
-    pair.event(pair.owner, MessageReceived("puller", Release(ID, 22, 3, AbortReason.CANCELLED)))
-    pair.assert_freed(OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair.event(pair.puller, MessageReceived("owner", Abort(ID, 11, 1, AbortReason.CANCELLED)))
+    assert pair.puller.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 1
+    assert pair.puller.machine.next_deadline() is None
 
 
 def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected_to() -> None:

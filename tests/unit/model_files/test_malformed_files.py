@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core.errors import ConfigError, InvalidRequest
+from model_files import gguf_file
 from model_files.gguf_file import GGUFFile
 from model_files.model_source import load_model_info
 from tests.support.gguf_bytes import TensorBytes, Value
@@ -64,6 +65,21 @@ def test_an_error_names_the_key_of_an_invalid_gguf_value(tmp_path: Path, key: st
     spec = write_gguf_header(tmp_path / "a.gguf", {key: value})
     with pytest.raises(ConfigError, match=f"{key}.*{message}"):
         load_tokenizer(spec)
+
+
+def test_a_file_with_too_long_an_array_or_without_the_magic_word_is_no_usable_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(write_gguf_header(tmp_path / "a.gguf"))
+    longest = max(len(value) for value in GGUFFile(path).metadata.values() if isinstance(value, list))
+    monkeypatch.setattr(gguf_file, "_MAX_ARRAY_ITEMS", longest)
+    GGUFFile(path)
+    monkeypatch.setattr(gguf_file, "_MAX_ARRAY_ITEMS", longest - 1)
+    with pytest.raises(ConfigError, match=f"must have at most {longest - 1} items, has {longest}"):
+        GGUFFile(path)
+    path.write_bytes(b"GGML" + path.read_bytes()[4:])
+    with pytest.raises(ConfigError, match="does not start with GGUF"):
+        GGUFFile(path)
 
 
 def test_an_error_names_a_missing_gguf_key(tmp_path: Path) -> None:

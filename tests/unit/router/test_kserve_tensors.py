@@ -86,6 +86,7 @@ MALFORMED: list[tuple[ModelInferRequest, str, str]] = [
     (request_of(beam_width=InferParameter(int64_param=2)), "parameters.beam_width", "is unknown"),
     (request_of(top_p=InferParameter(string_param="high")), "parameters.top_p", "must be a number, is 'high'"),
     (request_of(max_tokens=InferParameter(int64_param=-4)), "parameters.max_tokens", "out of range"),
+    (request_of(max_tokens=InferParameter(bool_param=True)), "parameters.max_tokens", "type int, is bool"),
     (request_of(max_tokens=InferParameter(string_param="9" * 100_000)), "parameters.max_tokens", "type int, is str"),
     (request_of(temperature=InferParameter(string_param="x" * 100_000)), "parameters.temperature", "number, is 'xxx"),
     (request_of(stream=InferParameter(string_param="yes")), "parameters.stream", "type bool, is str"),
@@ -105,6 +106,11 @@ def test_a_refusal_names_what_is_wrong_and_stays_short() -> None:
         refused = refusal_of(wire)
         assert (refused.field, says in refused.message) == (field, True), refused
         assert len(str(refused)) < 300
+
+
+def test_what_tritons_client_adds_is_ignored() -> None:
+    sent = {"triton_enable_empty_final_response": InferParameter(bool_param=True)}
+    assert decode_request(request_of(**sent), 100) == decode_request(request_of(), 100)
 
 
 def test_stop_strings_are_one_text_or_a_json_list() -> None:

@@ -92,20 +92,23 @@ def test_a_failed_request_missed_both_limits_and_a_cancelled_one_is_not_judged()
     assert recorded.of(Metric.REFUSALS) == {}
 
 
-def test_prompt_tokens_are_counted_by_worker_and_source() -> None:
+def test_prompt_tokens_are_counted_by_worker_and_source_and_lengths_by_request() -> None:
     recorded = Recorded()
     recorded.end()
     local = CANDIDATE._replace(prefill_worker=None)
-    recorded.end(replace(OUTCOME, prefill=None, path=RequestPath.LOCAL, candidate=local))
+    alone = replace(DECODE, cached_tokens=40)
+    recorded.end(replace(OUTCOME, prefill=None, decode=alone, path=RequestPath.LOCAL, candidate=local))
     recorded.end(replace(OUTCOME, prefill=replace(PREFILL, read_tokens=32), decode=None))
     assert recorded.of(Metric.PROMPT_TOKENS) == {
         ("prefill", "local_hit"): 64 + 32,
         ("prefill", "peer"): 32,
         ("prefill", "computed"): 2 * 16,
-        ("decode", "local_hit"): 2 * 48,
+        ("decode", "local_hit"): 48 + 40,
         ("decode", "transferred"): 32,
-        ("decode", "computed"): 32,
+        ("decode", "computed"): 40,
     }
+    assert recorded.of(Metric.PROMPT_LENGTH) == {(): 3 * 80}
+    assert recorded.of(Metric.OUTPUT_LENGTH) == {(): 3 * 5}
 
 
 def test_the_bytes_of_a_read_prefix_count_for_the_client_and_the_tenant_and_not_for_the_hand_off() -> None:

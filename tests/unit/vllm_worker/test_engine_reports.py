@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from core.cost.step_cost_fit import StepCostFit
 from core.kv_layout import KVLayout
-from vllm_worker.engine import EngineInfo
+from vllm_worker.engine import EngineInfo, EngineStep
 from vllm_worker.engine_reports import step_of
 from vllm_worker.kv.parameters import READ_BYTES, READ_SECONDS
 from vllm_worker.load import EngineLoad
@@ -37,3 +39,14 @@ def test_the_load_sums_the_bytes_that_the_connector_has_read(
         load.record(step_of(stats), at)
     told = load.worker_load(OpenCalls(), draining=False)
     assert (told.transferred_bytes, told.transfer_seconds) == (2 * num_bytes, 2 * seconds)
+
+
+def test_the_tokens_of_a_step_are_those_of_the_oldest_prompts_and_attend_to_the_tokens_before_them() -> None:
+    costs = Mock(wraps=StepCostFit())
+    load = EngineLoad(INFO, costs=costs)
+    for name in ("a", "b"):
+        load.add_prompt(name, 10, 1.0)
+    for at, prompt_tokens in ((2.0, 6), (3.0, 8)):
+        load.record(EngineStep(1, 1, 0.0, 0, prompt_tokens), at)
+    pairs = [call.args[0].attended_pairs for call in costs.record.call_args_list]
+    assert pairs == [6 * 3, 4 * (6 + 2) + 4 * 2]

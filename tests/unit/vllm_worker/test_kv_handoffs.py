@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given, settings
@@ -111,8 +112,8 @@ def request_of(num_tokens: int, transfer: EngineTransfer | None, max_tokens: int
         num_computed_tokens=0, num_in_flight_tokens=0, num_output_tokens=0, num_tokens=num_tokens,
         prompt_token_ids=token_ids[:], _all_token_ids=token_ids, max_tokens=max_tokens,
         sampling_params=SimpleNamespace(stop_token_ids=()), status=SimpleNamespace(name="RUNNING"),
-        is_finished=lambda: False, update_block_hashes=lambda: None, block_hashes=block_hashes(token_ids, ""),
-        prefill_stats=SimpleNamespace(set=lambda **_: None),
+        is_finished=lambda: False, update_block_hashes=Mock(), block_hashes=block_hashes(token_ids, ""),
+        prefill_stats=Mock(),
     )  # fmt: skip
 
 
@@ -395,7 +396,11 @@ def test_an_owner_that_sends_no_first_token_or_more_ends_no_engine(token_ids: tu
         exchange(world, lambda ready: replace(ready, token_ids=token_ids if ready.last else ()))
     world.step_reader()
     assert world.reader.outcomes == {"r": len(token_ids) <= 1}
-    assert world.requests["reader"].num_prompt_tokens == 8
+    request = world.requests["reader"]
+    assert request.num_prompt_tokens == 8
+    cached = {"num_local_cached_tokens": 0, "num_external_cached_tokens": 7}  # the last token is computed again
+    told = [call(num_prompt_tokens=8, **cached)] if len(token_ids) <= 1 else []
+    assert request.prefill_stats.set.mock_calls == told
 
 
 def caught_up() -> tuple[MovingWorld, Any]:
@@ -420,7 +425,11 @@ def test_a_request_that_moves_runs_until_its_reader_has_all_full_blocks() -> Non
     assert (owned.num_output_tokens, world.num_handed_over) == (6, 1)
     world.settle()
     assert world.reader.outcomes == {"r": True}
-    assert world.requests["reader"]._all_token_ids[13:] == owned._all_token_ids[13:]
+    request = world.requests["reader"]
+    assert request._all_token_ids[13:] == owned._all_token_ids[13:]
+    cached = {"num_local_cached_tokens": 0, "num_external_cached_tokens": 15}  # three of 16 tokens are new
+    request.prefill_stats.set.assert_called_once_with(num_prompt_tokens=15, **cached)
+    request.update_block_hashes.assert_called_once_with()
 
 
 def test_a_request_that_stays_after_all_is_not_cut_off() -> None:
@@ -432,6 +441,15 @@ def test_a_request_that_stays_after_all_is_not_cut_off() -> None:
     assert (owned.num_output_tokens, world.num_handed_over) == (MOST_OUTPUTS, 0)
     world.settle()
     assert world.reader.outcomes == {"r": False}
+
+
+@pytest.mark.parametrize("scheduled", [set(), {"other"}])
+def test_only_a_step_that_computes_nothing_waits_for_news(scheduled: set[str]) -> None:
+    engine, news = Engine("reader"), Mock()
+    engine.wait_for_news = news  # type: ignore[method-assign]
+    engine.handoffs.begin_step(scheduled, lambda _: [])
+    engine.handoffs.pulls.loads()
+    assert news.called == (not scheduled)
 
 
 def exchange(world: World, change: Callable[[Ready], Ready] = lambda ready: ready) -> None:

@@ -248,13 +248,15 @@ a request whose reader the engine has lost goes on here and is asked for again
   output a 1                  -> tokens a 0: 1
   drain                       -> ask to move a (drain)
   move a 5 known=7            -> move a to other by 5, 7 known
+  wait 0.25
   step 1 0 0.1 1 0 lost=6  # of no request
   step 1 0 0.1 1 0 lost=5
   resume a 5
-  wait 0.5                    -> ask to move a (drain)
+  wait 0.25
+  wait 0.25                   -> ask to move a (drain)
   move a 7 known=7            -> move a to other by 7, 7 known
   step 1 0 0.1 1 0 lost=5
-  output a 2 ends=length is_moved=1 -> tokens a 1: 2; handed over a 2; done a handoff, decode 0.5
+  output a 2 ends=length is_moved=1 -> tokens a 1: 2; handed over a 2; done a handoff, decode 0.75
 
 a reader that the router tells of other tokens than this worker has sent is refused
   decode a delivered=2        -> submit a

@@ -146,6 +146,15 @@ a write that fails keeps what it has written, and writes pause
   run                           -> tokens b 0: 5; done b length
   wait 9
   wait 2                        -> write 0
+  copied
+  written
+  seek c 5 first=60             -> first step c 0+5
+  run                           -> tokens c 0: 5; done c length; write 0
+  copied
+  written 0
+  seek d 5 first=70             -> first step d 0+5
+  run                           -> tokens d 0: 5; done d length
+  deadline                      -> in 10
 
 on a full disk, new blocks take the slots of others at once, and the file grows again after a pause
   keep 9                        -> stored 2
@@ -411,6 +420,12 @@ def test_one_event_looks_at_a_bounded_number_of_blocks_and_a_tick_at_once_goes_o
     assert replay.machine.next_deadline() == replay.now
     replay.tick()
     assert replay.machine.next_deadline() is None
+
+
+def test_a_block_behind_one_that_was_evicted_without_a_name_is_not_written() -> None:
+    replay = TierReplay("decode")
+    replay.tier._news.append(PrefixBlock(1, 1, b"", GONE))
+    assert replay.tick() == []
 
 
 def test_each_further_failure_in_a_row_doubles_the_pause() -> None:
