@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from core.config import ClusterConfig
@@ -219,7 +220,7 @@ def _join(address: str) -> None:
 
     try:
         # Ray has every actor import from the current directory first, whose files may have the names of our packages.
-        with _signals_held_back(), contextlib.chdir("/"):
+        with _signals_held_back(), contextlib.chdir(Path(__file__).parents[2]):
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{_about_token()}") from error

@@ -161,4 +161,4 @@ async def _write(writer: CallWriter, deadline: float) -> None:
 
 def _random_seed() -> int:
     """Exact also as a float64: numbers of JSON and JavaScript bring it back unchanged when they resume or repeat."""
-    return secrets.randbits(FLOAT_BITS)
+    return secrets.randbelow(1 << FLOAT_BITS)

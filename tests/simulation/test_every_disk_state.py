@@ -72,6 +72,9 @@ class BrokenDisk:
         self._num_left = 1 if state == "is given up" else NUM_BEFORE  # after the first, the reads of this disk pause
         self._sequences: dict[tuple[str, TransferId], Sequence] = {}  # of reads, by the name of their worker
 
+    def target_of(self, _: WorkerShell, __: Any) -> None:
+        """A read from disk has no other side."""
+
     def run(self, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         originals = {name: getattr(SimulatedDisk, name) for name in ("perform", "_fill", "_copy", "__init__")}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).parents[2]  # has the programs of tests; -P leaves the current directory out
 PATIENCE_S = 120.0
 STOPPED_WITHIN_S = 30.0
 
@@ -29,7 +30,7 @@ async def start(
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", *program, *arguments,
         stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, cwd=cwd,
-        env=os.environ | {"COLUMNS": "120"} | dict(environment or {}),
+        env=os.environ | {"COLUMNS": "120", "PYTHONPATH": str(ROOT)} | dict(environment or {}),
     )  # fmt: skip
 
 

@@ -229,7 +229,9 @@ async def test_a_message_that_cannot_be_decoded_has_an_error_with_a_type_and_no_
     decoding = handlers_of(echo, request_deserializer=message.FromString, response_serializer=message.SerializeToString)
     async with serving(decoding) as address:
         await asyncio.to_thread(compare, address)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    # gRPC has one poller for all loops of a process, whose turn another loop may have taken.
+    assert not [text for text in warnings if "PollerCompletionQueue" not in text]
 
 
 @pytest.mark.parametrize(
