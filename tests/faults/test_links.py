@@ -133,7 +133,7 @@ async def test_a_link_that_is_cut_during_a_read(machines: Machines, fleet: Fleet
     await path_in(fleet, PathState.FINE)  # no probe is left whose bytes would be taken for the blocks
     machines.slow_down("64kbit")  # the blocks take two seconds
     arrived = machines.num_bytes_arrived()
-    stream = Stream(fleet.inference, prompt_of(50, 180), 10)
+    stream = Stream(fleet.inference, prompt_of(50, 180), 200)  # the second attempt lasts as long as TCP tries
     await until(lambda: machines.num_bytes_arrived() > arrived + 3000, "the first blocks are on their way")
     machines.cut()
     try:
