@@ -40,7 +40,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
         check_gateway(config.gateway, listens=has_ports)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
-    cache_dir = default_cache_dir()
+    cache_dir = default_cache_dir()  # without one, no worker finds a model, and no command the token of the fleet
     if config.engine.name == "vllm":
         from cli.diagnosis.vllm_environment import check_machine, check_options
 

@@ -280,7 +280,7 @@ def _require_directories() -> None:
 
 
 def _require_files() -> None:
-    """The processes of the fleet inherit what this one may open."""
+    """Raise the limit of this process, which all processes of the fleet inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if most < MIN_FILES:

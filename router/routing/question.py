@@ -1,4 +1,4 @@
-"""What a routing policy is asked, what it answers, and its interface. `[router] policy` may name one of your own."""
+"""The interface of a routing policy: the question that the router asks, and the candidate that the policy answers."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 def by_both(
     operator: str, device: str, arguments: Sequence[Any], written: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the reference writes on the CPU, and the operator on the device, into copies of the argument `written`."""
+    """Two copies of the argument `written`: the reference wrote the first, on the CPU, the operator the second, on the
+    device."""
     results = []
     for operators, where in ((reference, "cpu"), (ops, device)):
         copies = [
