@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 from rich.console import Console
 
 from cli.commands.events import event_line
@@ -23,7 +24,7 @@ from tandem_client.stubs import cluster_pb2
 REFRESH_S = 0.02  # while services take a change
 PATIENCE_S = 10.0  # for a service that does not
 ROLL_REFRESH_S = 1.0  # while services start again
-GONE_S = 10.0  # `tandem apply` without an answer of a router; beyond: `WorkerUnavailable`
+GONE_S = 15.0  # `tandem apply` without an answer of a router, longer than one call; beyond: `WorkerUnavailable`
 SILENT_S = 60.0  # `tandem apply` while another router starts: a roll may drain the only one first; beyond: the same
 MAX_EVENTS = 1000
 _FIRST_LINE = re.compile(r"# Config (\d{1,9}) of the fleet at ", re.ASCII)
@@ -117,8 +118,8 @@ async def _events_until_taken(
 ) -> AsyncIterator[cluster_pb2.FleetNote]:
     """The events after number `last`, until every service has the config of the answer.
 
-    A roll replaces the router that answers, too. Then the connection is made again, to a router that serves. Raises
-    `WorkerUnavailable` if the fleet ends meanwhile.
+    A roll replaces the router that answers, too; its last call may stay without an answer. Then the connection is made
+    again, to a router that serves. Raises `WorkerUnavailable` if the fleet ends meanwhile.
     """
     loop, revision = asyncio.get_running_loop(), answer.config_revision
     begun_at, heard_at, silent_s = loop.time(), loop.time(), GONE_S
@@ -129,7 +130,7 @@ async def _events_until_taken(
             fleet = await client.fleet()
             notes = await client.events(MAX_EVENTS, last)
         except CallFailed as error:
-            if not error.retryable:
+            if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
             if loop.time() - heard_at > silent_s:
                 raise WorkerUnavailable(

@@ -283,6 +283,7 @@ DRAINING, SERVING, STARTING = (
     cluster_pb2.SLOT_STATE_DRAINING, cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_STARTING,
 )  # fmt: skip
 AWAY = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
+NO_ANSWER = CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer")
 ENDED = r"no router has answered for 0\.{} s: the fleet has ended, .* \(no router\)"
 WRONG_TOKEN = CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
 
@@ -364,8 +365,9 @@ async def test_a_service_that_does_not_take_the_change_is_named(monkeypatch: pyt
         await shown(Router(num_calls_late=1000))
 
 
-async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced_meanwhile() -> None:
-    changed, *events, told = await shown(Router(rolls_to=2, error=AWAY))
+@pytest.mark.parametrize("error", [AWAY, NO_ANSWER], ids=["away", "no answer"])
+async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced_meanwhile(error: CallFailed) -> None:
+    changed, *events, told = await shown(Router(rolls_to=2, error=error))
     assert changed == "[router] max_queued 1024 -> 7"
     seen = [line.split("  ")[1] for line in events]
     assert seen == ["fleet rolls to config 2", "decode-1 serves", "fleet has rolled"]
