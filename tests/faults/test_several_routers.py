@@ -312,4 +312,6 @@ async def test_a_gcs_server_of_ray_that_dies_takes_no_request_with_it_and_its_fl
 async def test_a_raylet_that_dies_takes_no_request_with_it_and_its_fleet_ends_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "tandem.toml").write_text(CONFIG)
     async with serving("--config", str(tmp_path / "tandem.toml")) as fleet:
-        assert len((await end_of(fleet, "raylet")).splitlines()) == 1
+        said_last = (await end_of(fleet, "raylet")).splitlines()
+        # On a machine without a network, Ray says first that it falls back to the name of the host.
+        assert len([line for line in said_last if "network_util.cc" not in line]) == 1

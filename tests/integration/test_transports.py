@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -198,4 +199,5 @@ def test_the_contract_holds_over_tcp() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "40 passed" in result.stdout
+    num_by_end = {end: int(num) for num, end in re.findall(r"(\d+) (passed|xfailed)", result.stdout)}
+    assert sum(num_by_end.values()) == 40, result.stdout  # UCX may end an owner: `xfail_if_ucx_ended_it`
