@@ -195,7 +195,7 @@ async def test_a_driver_without_the_token_of_ray_cannot_join_it(served: Served) 
     servers = [child for child in psutil.Process(served.process.pid).children(recursive=True) if "gcs" in child.name()]
     (port,) = {
         found.laddr.port for found in servers[0].net_connections("tcp")
-        if found.status == psutil.CONN_LISTEN and found.laddr.ip in ("::", "0.0.0.0")
+        if found.status == psutil.CONN_LISTEN and found.laddr.ip in ("::", "0.0.0.0", "::ffff:127.0.0.1")
     }  # fmt: skip
     join = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='ERROR'); print('joined')"
     no_token = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
