@@ -21,6 +21,7 @@ from cli import compose
 from cli.commands.pull import pull_if_listed
 from cli.config_file import Flags, config_of, set_by_flags
 from cli.credentials import client_of, token_file, with_cluster_token
+from cli.diagnosis.start_checks import check_named
 from cli.diagnosis.vllm_environment import python_of, torch_version, variables
 from cli.http_port import claimed_port, gateway_line
 from cli.interrupts import PrintLine, run_interruptible
@@ -90,6 +91,7 @@ def _spec_of(config: TandemConfig, text: ConfigText) -> FleetSpec:
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
         make=functools.partial(make_spec, config.security),
+        check=check_named,
         text=text,
         planner=config.planner,
         local_prefill=config.router.local_prefill == "auto",
