@@ -15,7 +15,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from cli.commands import fleet_commands, fleet_config
+from cli.commands import fleet_commands, fleet_config, fleet_polls
 from cli.commands.fleet_config import Order, first_line, options_as_json, revision_of, toml_lines
 from cli.commands.serve import fleet_spec
 from cli.config_file import load_config
@@ -455,8 +455,8 @@ async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced
 async def test_a_roll_that_fails_ends_the_command(
     router: Router, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_config, "GONE_S", 0.05)
-    monkeypatch.setattr(fleet_config, "SILENT_S", 0.5)
+    monkeypatch.setattr(fleet_polls, "GONE_S", 0.05)
+    monkeypatch.setattr(fleet_polls, "SILENT_S", 0.5)
     with pytest.raises(error, match=told):
         await shown(router)
 
