@@ -127,11 +127,12 @@ def gateway(
 ) -> None:
     """Serve OpenAI's HTTP API for a running fleet, until Ctrl-C."""
     from cli.config_file import load_config
-    from cli.diagnosis.start_checks import check_gateway
+    from cli.diagnosis.start_checks import check_certificate, check_http_port
     from cli.gateway import serve_gateway
 
     loaded = load_config(config, flags)
-    check_gateway(loaded.gateway)
+    check_http_port(loaded.gateway)
+    check_certificate(loaded.gateway)
     serve_gateway(loaded, router or [DEFAULT_ROUTER], console)
 
 

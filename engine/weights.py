@@ -8,7 +8,7 @@ missing, extra or misshapen tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from engine.fp8_checkpoint import SCALES, Fp8Checkpoint
 from engine.gguf_groups import exact_groups
 from engine.model_weights import ModelWeights, Slot, allocate_weights
 from engine.quantization import GroupedRows, MatrixSlot, quantize
+from engine.watched_file import WatchedFile
 from model_files.fields import read_json
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, fp8_block_size
@@ -34,6 +35,11 @@ Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
 
 
 class WeightSource(Protocol):
+    @property
+    def files(self) -> Sequence[WatchedFile]:
+        """Those that are mapped."""
+        ...
+
     def names(self) -> set[str]: ...
 
     def shape(self, name: str) -> torch.Size:
@@ -82,7 +88,11 @@ def load_weights(
         if (found := origin.shape(name)) != slot.shape:
             raise ConfigError(f"{source.name}: {name} has shape {list(found)}, the config needs {list(slot.shape)}")
     for name, slot in slots.items():
+        for file in origin.files:
+            file.check()
         _fill(slot, origin, name)
+    for file in origin.files:
+        file.check()
     return weights
 
 
@@ -139,6 +149,7 @@ class SafetensorsWeights:
             shards = [directory / "model.safetensors"]
         self._files: list[Any] = []
         self._file_of: dict[str, int] = {}
+        self.files = [WatchedFile(shard) for shard in shards]
         for shard in shards:
             try:
                 opened: Any = safe_open(shard, framework="pt")
@@ -218,6 +229,7 @@ class GGUFWeights:
     restores the half-split order."""
 
     def __init__(self, path: Path, config: ModelConfig, dequantize: Dequantize | None = None) -> None:
+        self.files = [WatchedFile(path)]
         self._file = GGUFFile(path)
         self._dequantize = dequantize
         self._gguf_name = {_hf_name(name): name for name in self._file.tensors if name not in _GGUF_DERIVED}
@@ -301,6 +313,8 @@ def draws_on_device(source: ModelSource, config: ModelConfig, device: torch.devi
 
 class RandomWeights:
     """Random weights. Each tensor's name seeds its generator, so all workers draw the same weights in any order."""
+
+    files = ()
 
     def __init__(self, slots: dict[str, Slot], config: ModelConfig) -> None:
         self._shapes = {name: slot.shape for name, slot in slots.items()}

@@ -143,7 +143,7 @@ class RouterService:
     async def drain(self, timeout_s: float) -> None:
         """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""
         self._inference.draining = True
-        await self._server.set_serving(False)
+        self._server.set_serving(False)
         front = self._front.drain(timeout_s) if self._front is not None else asyncio.sleep(0)
         await asyncio.gather(front, self._server.stop(timeout_s))
 

@@ -17,8 +17,9 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{option}: cannot import {module_name}: {error} (see PYTHONPATH)") from error
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{option}: cannot import {module_name}: {fault} (see PYTHONPATH)") from error
     found: Any = getattr(module, function_name, None)
     if not callable(found):
         raise ConfigError(f"{option}: {module_name} has no function {function_name}")

@@ -30,6 +30,7 @@ from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, in
 from tandem_client.tracing import with_trace
 
 CALL_TIMEOUT_S = 10.0
+APPLY_TIMEOUT_S = 40.0  # the fleet loads the code that a config names
 GENERATE_TIMEOUT_S = 300.0
 LOST_S = 1.0  # for which other addresses come before a lost one
 
@@ -241,7 +242,7 @@ class AsyncClient:
         request = cluster_pb2.ApplyRequest(
             config=config, options=options, restart=restart, stop=stop, expected_revision=expected_revision
         )
-        return await self._operate("Apply", request)
+        return await self._operate("Apply", request, timeout_s=APPLY_TIMEOUT_S)
 
     async def _ask(self, method: str, request: Any, metadata: Metadata) -> Any:
         headers = self._credentials.headers(metadata)
@@ -252,10 +253,12 @@ class AsyncClient:
 
         return await self._retrying.answer(ask, CALL_TIMEOUT_S, self._retry)
 
-    async def _operate(self, method: str, request: Any, metadata: Metadata = ()) -> Any:
+    async def _operate(
+        self, method: str, request: Any, metadata: Metadata = (), timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
         """A call of an operator, with the token of the cluster."""
         router, headers = self._router(), self._credentials.headers(metadata, operator=True)
-        return await self._answer(router, getattr(router.cluster, method), request, headers, CALL_TIMEOUT_S)
+        return await self._answer(router, getattr(router.cluster, method), request, headers, timeout_s)
 
     async def _answer(
         self, router: _Router, call: Callable[..., Awaitable[T]], request: Any, headers: Metadata, timeout_s: float

@@ -28,6 +28,7 @@ from worker.prefixes import PrefixRequested
 
 MAX_REPORTS_BEHIND = 64  # reports that wait for one router; beyond: the stream ends; the router subscribes again
 MAX_HOLDERS = 1024  # in one response of DescribeLedger
+CHANGES_IN_A_TURN = 64  # of peers, about 10 us each: the loop serves other calls in between
 
 
 @dataclass(slots=True, eq=False)
@@ -176,6 +177,8 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
     async def UpdatePeers(
         self, request: worker_pb2.UpdatePeersRequest, _: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.UpdatePeersResponse:
-        for change in request.changes:
+        for number, change in enumerate(request.changes, start=1):
             self._ask(codec.decode_change(change))
+            if number % CHANGES_IN_A_TURN == 0:
+                await asyncio.sleep(0)
         return worker_pb2.UpdatePeersResponse()

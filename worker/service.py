@@ -106,7 +106,7 @@ class WorkerService(ServingWorker):
         self._parts = replace(self._parts, machine=self._parts.make_machine(role))
         self._attach_machine()
         self._driver.post(Tick() if self._limits is None else self._limits)
-        await self._server.set_serving(True)
+        self._server.set_serving(True)
         logger.info("%s serves as %s worker", self._worker_id, role.value)
 
     async def stop(self) -> None:

@@ -137,7 +137,7 @@ class ServingWorker:
     async def drain(self, timeout_s: float) -> None:
         self._driver.post(DrainRequested())
         self._feed.mark_changed()
-        await self._server.set_serving(False)
+        self._server.set_serving(False)
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._view.is_idle:

@@ -10,25 +10,22 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from rich.console import Console
 
 from cli.commands.events import event_line
+from cli.commands.fleet_polls import FleetPolls
 from cli.screens.fleet_health import services_without
 from cli.screens.terminal import print_line
 from core.config import Taken, from_mapping, taken
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
-from tandem_client import AsyncClient, CallFailed
+from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
 
 REFRESH_S = 0.02  # while services take a change
 PATIENCE_S = 10.0  # for a service that does not
 ROLL_REFRESH_S = 1.0  # while services start again
-GONE_S = 15.0  # `tandem apply` without an answer of a router, longer than one call; beyond: `WorkerUnavailable`
-SILENT_S = 60.0  # `tandem apply` while another router starts: a roll may drain the only one first; beyond: the same
 MAX_EVENTS = 1000
 _FIRST_LINE = re.compile(r"# Config (\d{1,9}) of the fleet at ", re.ASCII)
-_NOT_COMING = {cluster_pb2.SLOT_STATE_SERVING, cluster_pb2.SLOT_STATE_DRAINING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,31 +115,20 @@ async def _events_until_taken(
 ) -> AsyncIterator[cluster_pb2.FleetNote]:
     """The events after number `last`, until every service has the config of the answer.
 
-    A roll replaces the router that answers, too; its last call may stay without an answer. Then the connection is made
-    again, to a router that serves. Raises `WorkerUnavailable` if the fleet ends meanwhile.
+    Raises `WorkerUnavailable` if the fleet ends meanwhile.
     """
     loop, revision = asyncio.get_running_loop(), answer.config_revision
-    begun_at, heard_at, silent_s = loop.time(), loop.time(), GONE_S
+    begun_at, polls = loop.time(), FleetPolls(f"the change to config {revision} was complete")
     late, rolling = [""], True
     while late or rolling:
-        await asyncio.sleep(ROLL_REFRESH_S if answer.restarts else REFRESH_S)  # the API has no stream of events
-        try:
-            fleet = await client.fleet()
-            notes = await client.events(MAX_EVENTS, last)
-        except CallFailed as error:
-            if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
-            if loop.time() - heard_at > silent_s:
-                raise WorkerUnavailable(
-                    f"no router has answered for {silent_s:g} s: the fleet has ended, or serves at another address, "
-                    f"before the change to config {revision} was complete ({error})"
-                ) from error
+        await asyncio.sleep(ROLL_REFRESH_S if answer.restarts else REFRESH_S)
+        answers = await polls.ask(_look(client, last))
+        if answers is None:
             continue
-        routers = {slot.state for slot in fleet.slots if slot.role == cluster_pb2.SERVICE_ROLE_ROUTER}
-        if routers == {cluster_pb2.SLOT_STATE_DRAINING}:  # of a fleet that goes on, one more router is wanted
+        fleet, notes = answers
+        if polls.hear(fleet) == {cluster_pb2.SLOT_STATE_DRAINING}:  # of a fleet that goes on, one more router is wanted
             raise WorkerUnavailable(f"the fleet stops before the change to config {revision} is complete")
-        silent_s = GONE_S if routers <= _NOT_COMING else SILENT_S
-        heard_at, rolling, late = loop.time(), fleet.rolling, services_without(revision, fleet)
+        rolling, late = fleet.rolling, services_without(revision, fleet)
         for note in notes.events:
             last = note.number
             yield note
@@ -150,3 +136,7 @@ async def _events_until_taken(
             raise TandemError(f"the change has failed: every service has config {fleet.config_revision} again")
         if late and not answer.restarts and loop.time() > begun_at + PATIENCE_S:
             raise TandemError(f"not every service has config {revision} after {PATIENCE_S:g} s: {', '.join(late)}")
+
+
+async def _look(client: AsyncClient, last: int) -> tuple[cluster_pb2.GetFleetResponse, cluster_pb2.ListEventsResponse]:
+    return await client.fleet(), await client.events(MAX_EVENTS, last)

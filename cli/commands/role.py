@@ -6,6 +6,7 @@ import asyncio
 
 from rich.console import Console
 
+from cli.commands.fleet_polls import FleetPolls
 from cli.screens.fleet_health import state_name
 from cli.screens.pool_lines import sizes_text
 from core.errors import WorkerUnavailable
@@ -14,7 +15,7 @@ from protos.fleet_codec import SERVICE_ROLES
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2
 
-REFRESH_S = 0.1  # the API has no stream of the fleet's state
+REFRESH_S = 0.1
 
 
 async def switch_role(connection: AsyncClient, slot: str, role: str, console: Console) -> None:
@@ -22,11 +23,14 @@ async def switch_role(connection: AsyncClient, slot: str, role: str, console: Co
     wanted_role = SERVICE_ROLES[ServiceRole(role)]
     async with connection as client:
         answer = await client.switch_role(slot, wanted_role)
+        polls = FleetPolls(f"{slot} served as {role} worker")
         while True:
-            slots = {found.name: found for found in (await client.fleet()).slots}
-            found = slots.get(slot, cluster_pb2.FleetSlot())
-            if found.state != cluster_pb2.SLOT_STATE_SWITCHING:
-                break
+            fleet = await polls.ask(client.fleet())
+            if fleet is not None:
+                polls.hear(fleet)
+                found = next((found for found in fleet.slots if found.name == slot), cluster_pb2.FleetSlot())
+                if found.state != cluster_pb2.SLOT_STATE_SWITCHING:
+                    break
             await asyncio.sleep(REFRESH_S)
     if found.state != cluster_pb2.SLOT_STATE_SERVING or found.role != wanted_role:
         state = state_name(found) if found.name else "gone"

@@ -18,9 +18,11 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from cli import compose
+from cli.commands.fleet_polls import FleetPolls
 from cli.commands.pull import pull_if_listed
 from cli.config_file import Flags, config_of, set_by_flags
 from cli.credentials import client_of, token_file, with_cluster_token
+from cli.diagnosis.start_checks import check_named
 from cli.diagnosis.vllm_environment import python_of, torch_version, variables
 from cli.http_port import claimed_port, gateway_line
 from cli.interrupts import PrintLine, run_interruptible
@@ -90,6 +92,7 @@ def _spec_of(config: TandemConfig, text: ConfigText) -> FleetSpec:
         gpus_per_worker=config.vllm.tensor_parallel,
         interpreter=interpreter,
         make=functools.partial(make_spec, config.security),
+        check=check_named,
         text=text,
         planner=config.planner,
         local_prefill=config.router.local_prefill == "auto",
@@ -158,18 +161,18 @@ async def stop_fleet(cluster: Cluster, print_line: PrintLine) -> None:
 
 
 async def wait_for_workers(client: AsyncClient, timeout_s: float) -> None:
-    """Wait until a router lists as many serving workers of each pool as are wanted. Raises `WorkerUnavailable`.
-
-    The wait polls, because the API has no stream of the fleet's state.
-    """
+    """Wait until a router lists as many serving workers of each pool as are wanted. Raises `WorkerUnavailable`."""
+    polls = FleetPolls("every worker served")
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                found = await client.fleet()
-                num_prefill = num_serving(found, worker_pb2.WORKER_ROLE_PREFILL)
-                num_decode = num_serving(found, worker_pb2.WORKER_ROLE_DECODE)
-                if num_prefill >= found.wanted_prefill and num_decode >= found.wanted_decode:
-                    return
+                found = await polls.ask(client.fleet())
+                if found is not None:
+                    polls.hear(found)
+                    num_prefill = num_serving(found, worker_pb2.WORKER_ROLE_PREFILL)
+                    num_decode = num_serving(found, worker_pb2.WORKER_ROLE_DECODE)
+                    if num_prefill >= found.wanted_prefill and num_decode >= found.wanted_decode:
+                        return
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         raise WorkerUnavailable(

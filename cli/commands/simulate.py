@@ -40,10 +40,12 @@ MAX_POINTS = 4096
 MAX_WORKERS = 4096  # of each role
 FLAG_OF = {flag.parameter: f"--{flag.name}" for flag in SIMULATE_FLAGS} | {
     "num_prefill": "--prefill", "num_decode": "--decode", "num_routers": "--routers",
-    "prompt_tokens": "--input-tokens", "num_groups": "--prefix-groups",
+    "prompt_tokens": "--input-tokens", "num_groups": "--prefix-groups", "num_requests": "--requests",
+    "sessions_per_s": "--session-rate",
 }  # fmt: skip
-# The names of options in the errors of the parts that they make.
-NAME_IN_ERROR = re.compile(rf"\b(?:{'|'.join(FLAG_OF)})(?= must| and prefix_tokens must)")
+# Errors of values begin with their names. Those of a file begin with its path, and its names are no flags.
+NAME = re.compile(rf"\b(?:{'|'.join(FLAG_OF)})\b")
+NAMES_IN_ERROR = re.compile(rf"\A{NAME.pattern}(?: (?:and|x) {NAME.pattern})*(?= must )")
 
 
 def simulate(options: Mapping[str, Any], console: Console) -> None:
@@ -57,7 +59,8 @@ def simulate(options: Mapping[str, Any], console: Console) -> None:
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     except (ValueError, ConfigError) as error:
-        raise ConfigError(NAME_IN_ERROR.sub(lambda found: FLAG_OF[found[0]], str(error))) from error
+        text = NAMES_IN_ERROR.sub(lambda names: NAME.sub(lambda name: FLAG_OF[name[0]], names[0]), str(error))
+        raise ConfigError(text) from error
     if axes:
         _sweep(workload, config, axes, options, console)
     else:

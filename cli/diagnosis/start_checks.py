@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cli.diagnosis.named_code import check_code
 from cli.screens.terminal import print_line
 from core.config import (
     EngineConfig,
@@ -35,10 +36,10 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     has_ports = not config.cluster.address
     if has_ports:
         check_port(config.router)
-    check_telemetry(config.telemetry, config.cluster.num_routers if has_ports else 0)
-    if config.gateway.port:
-        check_gateway(config.gateway, listens=has_ports)
-    check_credentials(config.security)
+        check_metrics_ports(config.telemetry, config.cluster.num_routers)
+        if config.gateway.port:
+            check_http_port(config.gateway)
+    check_named(config)
     warn_without_collector(config.telemetry, console)
     cache_dir = default_cache_dir()  # without one, no worker finds a model, and no command the token of the fleet
     if config.engine.name == "vllm":
@@ -56,6 +57,27 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
 
         pull(entry.name, console)
     usable_context(resolve_model(config.engine.model), config.engine.max_context)
+
+
+def check_named(config: TandemConfig) -> None:
+    """Raises `ConfigError` if a service of this machine could not use a file, or code, that an option names.
+
+    `tandem serve` calls it first, and its supervisor before services start with another config. Routers with a resource
+    run on other machines, with files of their own; so do the workers of a joined cluster.
+    """
+    check_credentials(config.security)
+    if not config.cluster.router_resource:
+        if config.telemetry.trace_file:
+            from runtime.tracing.trace_file import JsonLinesExporter
+
+            JsonLinesExporter(Path(config.telemetry.trace_file))
+        if config.gateway.port:
+            check_certificate(config.gateway)
+        check_code(config)
+    if config.engine.name == "vllm" and not config.cluster.address:
+        from cli.diagnosis.vllm_environment import check_files
+
+        check_files(config.vllm)
 
 
 def check_transport(config: TransferConfig) -> None:
@@ -99,29 +121,29 @@ def check_port(config: RouterConfig) -> None:
         _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--port", "--host")
 
 
-def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
-    """Raises `ConfigError` if a router could not serve its metrics page, or if the trace file cannot be written."""
+def check_metrics_ports(config: TelemetryConfig, num_routers: int) -> None:
+    """Raises `ConfigError` if a router could not serve its metrics page."""
     first = config.metrics_port
     for port in range(first, first + num_routers) if first else ():
         _check_listen("0.0.0.0", port, f"serve metrics on port {port}", "--metrics-port", "--metrics-port")
-    if config.trace_file:
-        from runtime.tracing.trace_file import JsonLinesExporter
-
-        JsonLinesExporter(Path(config.trace_file))
 
 
-def check_gateway(config: GatewayConfig, *, listens: bool = True) -> None:
-    """Raises `ConfigError` if the gateway could not listen, or could not use its certificate."""
-    if listens:
-        _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--http", "--http-host")
-    if config.tls_cert:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key, lambda: b"")
-        except (OSError, ValueError) as fault:
-            raise ConfigError(
-                "[gateway] tls_cert and tls_key must be a certificate and its unencrypted key, both PEM: "
-                f"{config.tls_cert}, {config.tls_key}"
-            ) from fault
+def check_http_port(config: GatewayConfig) -> None:
+    """Raises `ConfigError` if the gateway could not listen."""
+    _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--http", "--http-host")
+
+
+def check_certificate(config: GatewayConfig) -> None:
+    """Raises `ConfigError` if the gateway could not use its certificate."""
+    if not config.tls_cert:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key, lambda: b"")
+    except (OSError, ValueError) as fault:
+        raise ConfigError(
+            "[gateway] tls_cert and tls_key must be a certificate and its unencrypted key, both PEM: "
+            f"{config.tls_cert}, {config.tls_key}"
+        ) from fault
 
 
 def _check_listen(host: str, port: int, purpose: str, port_flag: str, host_flag: str) -> None:

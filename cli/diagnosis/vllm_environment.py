@@ -101,10 +101,16 @@ def check_machine(config: TandemConfig) -> None:
     model = config.engine.model
     if not (Path(model) / "config.json").is_file():
         raise ConfigError(f"[engine] model: vLLM needs {MODEL_FORMAT}, {model!r} is none")
-    adapter_arguments(config.vllm.adapter_directories, on_gpu=False)
     for finding in environment(config.vllm):
         if finding.health is Health.FAIL:
             raise ConfigError(f"[vllm] python: {finding.subject}: {finding.text}; {finding.fix}")
+
+
+def check_files(config: VllmConfig) -> None:
+    """Raises `ConfigError` if this machine lacks the interpreter or an adapter."""
+    adapter_arguments(config.adapter_directories, on_gpu=False)
+    if not os.access(python_of(config), os.X_OK):
+        raise ConfigError(f"[vllm] python: {python_of(config)} is not there; {INSTALL}")
 
 
 def environment(config: VllmConfig) -> Iterator[Finding]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from core.config import ClusterConfig, ConfigText, LiveConfig, PlannerConfig, Taken, changes, steps_fit
+from core.config import ClusterConfig, ConfigText, LiveConfig, PlannerConfig, Taken, TandemConfig, changes, steps_fit
 from core.config.changes import STEP_SIZES
-from core.errors import InvalidRequest
+from core.errors import ConfigError, InvalidRequest
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
 from fleet.host.service_host import ServiceFactory
@@ -23,6 +23,13 @@ RouterHost = Callable[[str], str]
 
 # The spec of a text, whose own text is complete. Raises `InvalidRequest`. Pickled by name.
 MakeSpec = Callable[[ConfigText], "FleetSpec"]
+
+# Whether services of this machine can start with a config. Raises `ConfigError`. Pickled by name.
+CheckConfig = Callable[[TandemConfig], None]
+
+
+def _take_all(_: TandemConfig) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class FleetSpec:
     gpus_per_worker: int = 1  # whole GPUs of a worker with tensor parallelism
     interpreter: Interpreter | None = None  # of the workers; None = as `tandem serve`
     make: MakeSpec | None = None  # None: the config cannot change
+    check: CheckConfig = _take_all  # before services start again
     text: ConfigText = field(default_factory=ConfigText)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     local_prefill: bool = True  # decode workers compute prompts beside prefill workers
@@ -80,7 +88,7 @@ class FleetSpec:
     def after(self, config: str, options: str, restart: bool) -> NextSpec:
         """The spec after an order of an operator, as in `FleetControl.apply`. Raises `InvalidRequest`."""
         if not (config or options):
-            return NextSpec(self, (), restart)
+            return NextSpec(self._checked() if restart else self, (), restart)
         old = self.text
         spec = self.of(old.merged(config, options))
         found = changes(old.config, spec.text.config)
@@ -94,9 +102,17 @@ class FleetSpec:
         lines, names = tuple(map(str, shown)), tuple(change.name for change in shown)
         fits = steps_fit(old.built, spec.text.config.scheduler, on_gpu=self.gpu_use is not GpuUse.NEVER)
         if restart or not fits or any(change.taken is Taken.RESTART for change in found):
-            return NextSpec(spec, lines, True, names)
+            return NextSpec(spec._checked(), lines, True, names)
         kept_steps = {name: getattr(old.built, name) for name in STEP_SIZES}
         return NextSpec(self.of(replace(spec.text, steps=kept_steps)), lines, False, names)
+
+    def _checked(self) -> FleetSpec:
+        """Raises `InvalidRequest` if services could not start."""
+        try:
+            self.check(self.text.config)
+        except ConfigError as error:
+            raise InvalidRequest("config", str(error)) from error
+        return self
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from core.errors import (
@@ -33,7 +33,9 @@ from core.errors import (
 )
 from core.service import join_address
 from runtime.rpc.api_keys import ApiKeys
+from runtime.rpc.call_limits import CallLimits
 from runtime.rpc.checked_handlers import CheckedHandlers, of_same_kind
+from runtime.rpc.health import HEALTH_SERVICE, HealthServicer
 from runtime.rpc.security import OPEN, Credentials, ServerRules, has_token, without_token
 
 STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
@@ -68,8 +70,6 @@ KEEPALIVE_TIMEOUT_S = 5.0  # the answer to this ping; beyond: the connection bre
 MAX_PENDING_CALLS = 20_000  # calls that the server has not started; beyond: gRPC cancels calls
 # By default 30 s: a router that a burst keeps busy for longer would lose the calls at its end, without a retry hint.
 MAX_PENDING_S = 3600  # a call that the server has not started; beyond: gRPC cancels it
-# A client may open calls and send no message: 20 KB each, for as long as the connection lives.
-MAX_OPEN_CALLS = 65_536  # calls of a gRPC server, health checks included; beyond: RESOURCE_EXHAUSTED
 ABORT_TIMEOUT_S = 2.0  # the status of a call behind messages that its client does not read; beyond: it stays there
 WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
@@ -189,18 +189,16 @@ class GrpcServer:
         self.on_refused: Callable[[TandemError], None] = lambda _: None
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
-        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = []
+        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [CallLimits()]
         if credentials.token:
             interceptors.append(ClusterTokenInterceptor(credentials.token, rules.protected))
         if rules.api_keys:
             keys = ApiKeys(rules.api_keys, credentials.token)
             interceptors.append(ApiKeyInterceptor(keys, lambda error: self.on_refused(error)))
         options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
-        self._server = grpc.aio.server(
-            interceptors=interceptors, options=options, maximum_concurrent_rpcs=MAX_OPEN_CALLS
-        )
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
         self._handlers: Any = CheckedHandlers(self._server, abort)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._handlers)
         self._names: list[str] = []
         self._stops: list[asyncio.Task[None]] = []  # a later one may have less grace
@@ -212,8 +210,8 @@ class GrpcServer:
 
     async def start(self) -> str:
         """Bind and serve. Returns host:port. Raises `ConfigError` if the address cannot be bound."""
-        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        described = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # as for health
+        names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        described = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # the stubs lack it
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, self._handlers)
         where = join_address(self._host, self._port)
         try:
@@ -227,14 +225,12 @@ class GrpcServer:
         if bound == 0:
             why = "the port is taken, or this machine has no such address"
             raise ConfigError(f"cannot listen on {where}: {why if _has_descriptor() else 'no file descriptor is left'}")
+        self.set_serving(True)
         await self._server.start()
-        await self.set_serving(True)
         return join_address(self._host, bound)
 
-    async def set_serving(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ["", *self._names]:
-            await self._health.set(name, status)
+    def set_serving(self, serving: bool) -> None:
+        self._health.set(["", *self._names], serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, and cancel open calls after `grace_s`. If the caller is cancelled, the server stops on.

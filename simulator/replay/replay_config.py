@@ -48,7 +48,7 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         if self.load is not None and self.rate is not None:
-            raise ValueError("set load or rate, not both")
+            raise ValueError("load and rate must not be set together")
         for name in ("num_routers", "num_decode", "slo_ttft_s", "slo_tpot_s", "load", "rate"):
             value = getattr(self, name)
             if value is not None and value <= 0:

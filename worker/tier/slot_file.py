@@ -255,7 +255,7 @@ def _open_locked(name: str, directory: int, max_locked_s: float) -> int:
         except FileNotFoundError:
             num_gone += 1
             if num_gone == MAX_OPENS:
-                raise BlockingIOError(errno.EAGAIN, f"other processes remove {name}") from None
+                raise FileNotFoundError(errno.ENOENT, "its file, or the directory, is removed meanwhile") from None
         except BlockingIOError:
             if time.monotonic() >= late_at:
                 raise

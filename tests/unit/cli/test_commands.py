@@ -13,13 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import grpc
 import pytest
 from rich.console import Console
 
 from cli import gateway
 from cli.commands import role as role_command
 from cli.commands.key import print_new_key
-from cli.commands.serve import print_notices
+from cli.commands.serve import print_notices, wait_for_workers
 from cli.remote_router import RemoteRouter
 from core.config import TandemConfig, from_mapping
 from core.errors import TandemError, Unauthenticated, WorkerUnavailable
@@ -29,8 +30,8 @@ from core.service import Metadata
 from fleet.law.events import FleetFailed, FleetMessage
 from protos.fleet_codec import encode_slot
 from runtime.rpc.api_keys import ApiKeys
-from tandem_client import Credentials
-from tandem_client.stubs import cluster_pb2, inference_pb2
+from tandem_client import CallFailed, Credentials
+from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 from tests.unit.cli.conftest import connection_to
 
 # ---- tandem key
@@ -56,18 +57,24 @@ def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None
 
 
 P = ServiceRole.PREFILL
+AWAY = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
 
 
-async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | None) -> str:
-    """At a router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
+async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | CallFailed | None) -> str:
+    """At a router whose fleet shows the next state of decode-1 at each call, or fails; None = without the slot."""
     monkeypatch.setattr(role_command, "REFRESH_S", 0.0)
     router, out = Mock(), io.StringIO()
     router.switch_role = AsyncMock(return_value=cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1))
-    slots = [[] if state is None else [encode_slot(state)] for state in states]
-    router.fleet = AsyncMock(side_effect=[cluster_pb2.GetFleetResponse(slots=each) for each in slots])
+    router.fleet = AsyncMock(side_effect=[fleet_with(state) for state in states])
     await role_command.switch_role(connection_to(router), "decode-1", "prefill", Console(file=out))
     router.switch_role.assert_awaited_once_with("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
     return out.getvalue()
+
+
+def fleet_with(state: SlotStatus | CallFailed | None) -> cluster_pb2.GetFleetResponse | CallFailed:
+    if isinstance(state, CallFailed):
+        return state
+    return cluster_pb2.GetFleetResponse(slots=[] if state is None else [encode_slot(state)])
 
 
 def decode_1(state: SlotState, role: ServiceRole = P, reason: str = "") -> SlotStatus:
@@ -76,8 +83,18 @@ def decode_1(state: SlotState, role: ServiceRole = P, reason: str = "") -> SlotS
 
 async def test_the_command_ends_when_the_worker_serves_in_its_new_role(monkeypatch: pytest.MonkeyPatch) -> None:
     switching = decode_1(SlotState.SWITCHING)
-    said = await switch(monkeypatch, switching, switching, decode_1(SlotState.SERVING))
+    said = await switch(monkeypatch, switching, AWAY, switching, AWAY, decode_1(SlotState.SERVING))
     assert said == "decode-1 serves as prefill worker; wanted: 2 prefill, 1 decode\n"
+
+
+async def test_a_wait_for_workers_outlasts_a_router_that_is_replaced() -> None:
+    worker = cluster_pb2.FleetWorker(role=worker_pb2.WORKER_ROLE_DECODE, state=worker_pb2.WORKER_STATE_SERVING)
+    client: Any = Mock()
+    client.fleet = AsyncMock(side_effect=[AWAY, cluster_pb2.GetFleetResponse(wanted_decode=1, workers=[worker])])
+    await wait_for_workers(client, 10.0)
+    client.fleet = AsyncMock(side_effect=CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token"))
+    with pytest.raises(CallFailed, match="wrong token"):
+        await wait_for_workers(client, 10.0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from cli.commands import fleet_commands, fleet_config
+from cli.commands import fleet_commands, fleet_config, fleet_polls
 from cli.commands.fleet_config import Order, first_line, options_as_json, revision_of, toml_lines
 from cli.commands.serve import fleet_spec
 from cli.config_file import load_config
@@ -26,6 +26,7 @@ from core.config import (
     ClusterConfig,
     ConfigText,
     EngineConfig,
+    GatewayConfig,
     RouterConfig,
     SchedulerConfig,
     TandemConfig,
@@ -225,6 +226,71 @@ def test_a_fleet_without_a_maker_of_specs_restarts_and_changes_nothing() -> None
         fixed.after("{}", "", False)
 
 
+POLICY = """
+from router.routing.policy import SecondsPolicy
+def wrong(config): return object()
+def broken(config): return config.absent
+def good(config): return SecondsPolicy(config)
+"""
+
+
+@pytest.fixture
+def named_things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of modules that a supervisor can import, and of no files."""
+    (tmp_path / "own_policy.py").write_text(POLICY)
+    (tmp_path / "unreadable_policy.py").write_text("def make(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+HTTP = replace(STARTED, gateway=GatewayConfig(port=8000))
+NAMED: dict[
+    str, list[tuple[Any, str]]
+] = {  # By option: a value that no service can start with, and the end of the refusal.
+    "router.policy": [
+        ("no_such:make", "cannot import no_such: ModuleNotFoundError: No module named 'no_such' (see PYTHONPATH)"),
+        ("unreadable_policy:make", "cannot import unreadable_policy: SyntaxError: "),
+        ("own_policy:absent", "own_policy has no function absent"),
+        ("own_policy:wrong", "own_policy:wrong must return a Policy, its object has no compared"),
+        ("own_policy:broken", "AttributeError: "),
+    ],
+    "gateway.guardrail": [("no_such:build", "cannot import no_such: ")],
+    "gateway.tls": [("/no/cert.pem", "tls_cert and tls_key must be a certificate")],
+    "telemetry.trace_file": [("/no/folder/spans.jsonl", "cannot write /no/folder/spans.jsonl")],
+    "vllm.python": [("/no/python", "/no/python is not there")],
+    "vllm.adapters": [(["one=/no/adapter"], "one needs /no/adapter/adapter_config.json")],
+}
+
+
+@pytest.mark.usefixtures("named_things")
+@pytest.mark.parametrize(("option", "value", "reason"), [(name, *row) for name, rows in NAMED.items() for row in rows])
+def test_a_value_that_names_nothing_on_this_machine_is_refused_before_a_service_starts_again(
+    option: str, value: Any, reason: str
+) -> None:
+    table, _, name = option.partition(".")
+    names = {"tls": ("tls_cert", "tls_key")}.get(name, (name,))
+    started = replace(HTTP, engine=EngineConfig(name="vllm", model="/m")) if table == "vllm" else HTTP
+    with pytest.raises(InvalidRequest) as refused:
+        fleet_spec(started).after("", json.dumps({table: dict.fromkeys(names, value)}), restart=False)
+    assert reason in refused.value.message
+    assert refused.value.message.startswith(f"[{table}] {names[0]}")
+
+
+def test_a_policy_that_was_mended_is_taken_and_one_that_broke_stops_no_live_change(named_things: Path) -> None:
+    """The supervisor keeps no module of an operator."""
+    spec = after(SPEC, router={"policy": "own_policy:good"}).spec
+    assert spec.text.config.router.policy == "own_policy:good"
+    (named_things / "own_policy.py").write_text("def good(config: return 1")
+    assert after(spec, router={"max_queued": 7}).changes
+    orders: list[tuple[bool, dict[str, dict[str, object]]]]
+    orders = [(True, {}), (False, {"telemetry": {"metrics_port": 9000}})]
+    for restart, tables in orders:
+        with pytest.raises(InvalidRequest, match=r"\[router\] policy: cannot import own_policy"):
+            after(spec, "", restart, **tables)
+    (named_things / "own_policy.py").write_text(POLICY)
+    assert after(spec, restart=True).restarts
+
+
 # ---- `tandem config` prints TOML that can be applied again. `tandem apply` reads options and waits for every service.
 
 CONFIG = TandemConfig(
@@ -389,8 +455,8 @@ async def test_each_event_of_a_roll_is_shown_once_also_if_the_router_is_replaced
 async def test_a_roll_that_fails_ends_the_command(
     router: Router, error: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_config, "GONE_S", 0.05)
-    monkeypatch.setattr(fleet_config, "SILENT_S", 0.5)
+    monkeypatch.setattr(fleet_polls, "GONE_S", 0.05)
+    monkeypatch.setattr(fleet_polls, "SILENT_S", 0.5)
     with pytest.raises(error, match=told):
         await shown(router)
 

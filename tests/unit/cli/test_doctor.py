@@ -22,11 +22,12 @@ from cli.diagnosis.gpu_checks import judge_gpus
 from cli.diagnosis.gpu_facts import Gpu, GpuFacts, RdmaDevice, read_facts
 from cli.diagnosis.start_checks import (
     check_before_start,
+    check_certificate,
     check_credentials,
     check_device,
-    check_gateway,
+    check_http_port,
+    check_metrics_ports,
     check_port,
-    check_telemetry,
     warn_without_collector,
 )
 from core.config import (
@@ -289,7 +290,7 @@ def test_the_error_for_a_taken_port_names_the_flag_that_changes_it() -> None:
         with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
             check_before_start(fake_config(telemetry=TelemetryConfig(metrics_port=port)), Console())
         with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*; choose another with --http$"):
-            check_gateway(GatewayConfig(port=port))
+            check_http_port(GatewayConfig(port=port))
     with contextlib.closing(PortClaim("127.0.0.1", 0)) as claim:  # which routers of another fleet share
         with pytest.raises(ConfigError, match=f"127.0.0.1:{claim.port} .* --port"):
             check_port(RouterConfig(port=claim.port))
@@ -304,9 +305,9 @@ def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("cli.diagnosis.start_checks.PortClaim", claim)
     config = TelemetryConfig(metrics_port=9001)
-    check_telemetry(config, 2)
+    check_metrics_ports(config, 2)
     with pytest.raises(ConfigError, match=r"metrics on port 9003 .* --metrics-port"):
-        check_telemetry(config, 3)
+        check_metrics_ports(config, 3)
 
 
 def test_the_error_for_an_unwritable_trace_file_names_its_option(tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ def test_a_certificate_of_the_gateway_that_cannot_be_read_is_refused(tmp_path: P
     for name in ("cert.pem", "missing.pem"):
         config = GatewayConfig(tls_cert=str(tmp_path / name), tls_key=str(tmp_path / name))
         with pytest.raises(ConfigError, match=r"\[gateway\] tls_cert and tls_key must be a certificate"):
-            check_gateway(config)
+            check_certificate(config)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from cli.commands.calibrate import workers_of
 from cli.commands.calibration_load import CalibrationLoad, LoadPlan
 from cli.commands.simulate import parse_sweep
+from cli.commands.simulate_flags import SIMULATE_FLAGS
 from cli.screens.simulate_report import answer
 from simulator.calibration.costs import BUILT_IN, write_costs
 from simulator.replay.sweep import Axis, Point
@@ -113,7 +115,7 @@ def test_a_workload_of_a_file_is_simulated(tmp_path: Path, simulate: Callable[..
         (["--decode-pool-tokens", "9"], "--decode-pool-tokens must be at least one block, 64 tokens, is 9"),
         (["--plot", "chart.gif"], "chart.gif: a chart ends in .png or .svg"),
         (["--rate", "nan"], "--rate must be a finite number"),
-        (["--rate", "1", "--load", "1"], "set load or rate, not both"),
+        (["--rate", "1", "--load", "1"], "--load and --rate must not be set together"),
         (["--load", "1", "--sweep", "prefill=1..2"], "--load follows the number of prefill workers"),
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--arrivals", "sometimes"], "--arrivals must be one of"),
@@ -126,6 +128,28 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, tandem: Tan
     assert shown.startswith("error: ")
     assert message in shown
     assert shown.count("\n") == 1
+
+
+OF_FILES = ("divisor", "output-divisor", "session-rate")
+NUMBERS = [flag.name for flag in SIMULATE_FLAGS if flag.type in (int, float) and flag.name != "seed"]
+CALL = {"timestamp": 0, "usage": {"prompt_tokens": 0, "completion_tokens": 1}}
+SESSION = {"session": "a", "input_length": 6, "output_length": 4}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_error_for_a_number_out_of_range_names_its_flag(name: str, tmp_path: Path, tandem: Tandem) -> None:
+    (tmp_path / "agents.jsonl").write_text(json.dumps(SESSION) + "\n")
+    needs = {"burstiness": ["--arrivals", "gamma"], "prefix-tokens": ["--prefix-groups", "2"]}
+    needs |= {each: ["--workload", str(tmp_path / "agents.jsonl")] for each in OF_FILES}
+    code, _, shown = tandem("simulate", f"--{name}=-1", *needs.get(name, ()))
+    assert code == 1
+    assert re.match(rf"error: --{name} (and --prefix-tokens )?must ", shown), shown
+
+
+def test_the_error_for_a_file_names_no_flag(tmp_path: Path, tandem: Tandem) -> None:
+    (tmp_path / "calls.jsonl").write_text(json.dumps(CALL) + "\n")
+    _, _, shown = tandem("simulate", "--workload", str(tmp_path / "calls.jsonl"))
+    assert "calls.jsonl, line 1: prompt_tokens must be at least 1, is 0" in shown
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.step import StepPlan
+from engine import weights
 from engine.loading import ModelSetup
 from engine.model_weights import ModelWeights
 from engine.runner import run_step
@@ -98,6 +101,43 @@ def test_the_error_for_a_wrong_checkpoint_names_the_tensor(
 def load(directory: Path, quantization: str = "none") -> ModelWeights:
     source = resolve_model(str(directory))
     return load_weights(source, load_config(source), torch.float32, CPU, quantization)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+@pytest.mark.parametrize("change", ["truncated", "overwritten", "replaced", "removed"])
+def test_a_file_that_changes_in_place_while_it_is_read_is_refused(
+    llama_directory: Path, kind: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte behind the end of a mapped file would end the process by SIGBUS."""
+    path, model = llama_directory / f"model.{kind}", llama_directory
+    if kind == "gguf":
+        model = path
+        write_random_gguf(path, "llama-tiny")
+    expected, num_filled, fill = load(model), 0, weights._fill
+
+    def disturbed(*tensor: Any) -> None:
+        nonlocal num_filled
+        fill(*tensor)
+        num_filled += 1
+        if num_filled > 1:
+            return
+        if change == "truncated":
+            os.truncate(path, 4096)
+        elif change == "overwritten":
+            path.write_bytes(path.read_bytes())
+        elif change == "replaced":
+            path.with_name("other").write_bytes(b"another model")
+            path.with_name("other").rename(path)
+        else:
+            path.unlink()
+
+    monkeypatch.setattr(weights, "_fill", disturbed)
+    if change in ("replaced", "removed"):
+        assert all(map(torch.equal, views(load(model)).values(), views(expected).values()))
+    else:
+        with pytest.raises(ConfigError, match=rf"model\.{kind} has changed while it was read; rename a complete file"):
+            load(model)
+        assert num_filled == 1
 
 
 QUERY, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import ApiKeyConfig
 from core.errors import ConfigError, DeadlineExceeded, ErrorCode, TandemError
-from runtime.rpc import grpc_server
+from runtime.rpc import call_limits
 from runtime.rpc.api_keys import hash_of
 from runtime.rpc.grpc_server import FIELD_KEY, RETRYABLE_KEY, ClusterTokenInterceptor, GrpcServer, abort, open_channel
 from runtime.rpc.security import OPEN, TOKEN_KEY, ServerRules
@@ -29,6 +30,7 @@ from tests.support.limits import no_more_descriptors
 
 MESSAGE_BYTES = 1 << 20
 SERVICE = "some.other.Protocol"
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def server_at(host: str, port: int = 0, shares_port: bool = False, keys: tuple[ApiKeyConfig, ...] = ()) -> GrpcServer:
@@ -187,10 +189,10 @@ async def test_a_call_of_any_kind_needs_a_key(
     assert (echo.num_calls, [error.code for error in refusals]) == (1, [ErrorCode.UNAUTHENTICATED])
 
 
-async def test_calls_without_a_message_are_bounded_and_one_that_ends_makes_room(
+async def test_open_calls_are_bounded_one_that_ends_makes_room_and_health_checks_have_a_limit_of_their_own(
     echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_server, "MAX_OPEN_CALLS", 2)
+    monkeypatch.setattr(call_limits, "MAX_OPEN_CALLS", 2)
     async with serving(handlers_of(echo)) as address, grpc.aio.insecure_channel(address) as opened:
         channel: Any = opened  # the stubs want serializers
         make = channel.stream_stream(f"/{SERVICE}/stream_stream")
@@ -201,12 +203,58 @@ async def test_calls_without_a_message_are_bounded_and_one_that_ends_makes_room(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"hello")
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with raw_call(address, f"/{SERVICE}/unary_unary") as reader:
+            assert b"grpc-status\x018" in await reader.readuntil(b"too many open calls"), "without its message"
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+        monkeypatch.setattr(call_limits, "MAX_HEALTH_CHECKS", 0)
         first.cancel()
         async with asyncio.timeout(30.0):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     assert await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"hello") == b"hello"
                     break
+        with pytest.raises(grpc.aio.AioRpcError, match="too many open calls"):
+            await health.Check(health_pb2.HealthCheckRequest())
+
+
+async def test_a_client_that_reads_no_status_delays_no_drain(echo: Echo) -> None:
+    server = server_at("127.0.0.1")
+    async with (
+        serving(handlers_of(echo), server) as address,
+        raw_call(address, "/grpc.health.v1.Health/Watch", message=b"\0\0\0\0\0", window=0) as unread,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        await unread.readuntil(b"application/grpc")  # its answer has begun
+        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30.0)
+        assert (await watched.read()).status == SERVING
+        server.set_serving(False)
+        assert (await watched.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(TimeoutError):  # gRPC closes this connection 5 s later, because it answers no ping
+            await asyncio.wait_for(unread.read(), 0.01)
+
+
+@contextlib.asynccontextmanager
+async def raw_call(
+    address: str, method: str, message: bytes | None = None, window: int = 65_535
+) -> AsyncIterator[asyncio.StreamReader]:
+    """A call in frames of HTTP/2, whose client takes `window` bytes; without a message, its server waits for one."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "x"), ("te", "trailers"),
+              ("content-type", "application/grpc")]  # fmt: skip
+    headers = b"".join(b"\0" + b"".join(bytes([len(part)]) + part.encode() for part in pair) for pair in fields)
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, window)))
+    writer.write(frame(1, 4, 1, headers) + (b"" if message is None else frame(0, 1, 1, message)))
+    try:
+        async with asyncio.timeout(30.0):
+            yield reader
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -346,7 +394,7 @@ async def test_several_servers_share_a_claimed_port_and_the_claim_takes_no_conne
         servers = [server_at("127.0.0.1", claim.port, shares_port=True) for _ in range(2)]
         for server in servers:
             assert await server.start() == claim.address
-        await servers[1].set_serving(False)
+        servers[1].set_serving(False)
         seen = await health_of_connections(claim.address, wanted=2)
         assert seen == {health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING}
         await asyncio.gather(*(server.stop(0.0) for server in servers))

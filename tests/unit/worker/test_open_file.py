@@ -26,7 +26,7 @@ from core.scheduling.block_pool import BlockPool
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from model_files.model_source import ModelSource, SourceKind, content_digest, fingerprint
-from worker.tier import opening, threads
+from worker.tier import opening, slot_file, threads
 from worker.tier.events import (
     BlockRead,
     BlocksCopied,
@@ -257,6 +257,15 @@ def test_links_pipes_and_directories_are_refused(tmp_path: Path, caplog: pytest.
     assert open_in_memory(tmp_path) is None
     assert f"w serves without [cache] host_dir = {tmp_path}: " in caplog.text
     assert error in caplog.text
+
+
+def test_a_directory_that_is_removed_during_a_start_is_no_file_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slot_file, "_taken_over", lambda *_: (tmp_path / DIRECTORY).rmdir())
+    assert open_in_memory(tmp_path) is None
+    text = f"w serves without [cache] host_dir = {tmp_path}: [Errno 2] its file, or the directory, is removed meanwhile"
+    assert text in caplog.text
 
 
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/kv", "kv\0"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import astuple, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -142,6 +144,18 @@ async def test_news_of_the_fleet_arrives_in_order() -> None:
     assert met == news
     with pytest.raises(InvalidRequest, match="one of owner, reader and left"):
         codec.decode_change(worker_pb2.PeerChange())
+
+
+async def test_a_flood_of_news_lets_the_loop_do_other_things_in_between() -> None:
+    met: list[PeerJoined | PeerLeft | PrefixRequested] = []
+    request = worker_pb2.UpdatePeersRequest(changes=[worker_pb2.PeerChange(left="p")] * 1000)
+    telling = asyncio.ensure_future(feed_of(0, met).UpdatePeers(request, NOBODY))
+    done = [0]
+    while not telling.done():
+        await asyncio.sleep(0)
+        done.append(len(met))
+    assert max(after - before for before, after in pairwise(done)) <= 64
+    assert len(met) == 1000
 
 
 def agent(name: str) -> AgentAddress:
