@@ -24,7 +24,8 @@ from tandem_client.stubs import cluster_pb2
 REFRESH_S = 0.02  # while services take a change
 PATIENCE_S = 10.0  # for a service that does not
 ROLL_REFRESH_S = 1.0  # while services start again
-GONE_S = 15.0  # `tandem apply` without an answer of a router, longer than one call; beyond: `WorkerUnavailable`
+# Limit: `tandem apply` or `role` without an answer of a router, longer than one call; beyond: it ends with an error
+GONE_S = 15.0
 SILENT_S = 60.0  # `tandem apply` while another router starts: a roll may drain the only one first; beyond: the same
 MAX_EVENTS = 1000
 _FIRST_LINE = re.compile(r"# Config (\d{1,9}) of the fleet at ", re.ASCII)
@@ -92,6 +93,11 @@ def options_as_json(assignments: Iterable[str]) -> str:
         raise InvalidRequest("options", f"have a value that is no JSON: {error}") from error
 
 
+def may_pass(error: CallFailed) -> bool:
+    """Whether a later call may succeed: a leaving router may leave its last call without an answer."""
+    return error.retryable or error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 async def apply(connection: AsyncClient, order: Order, console: Console) -> None:
     """Raises `TandemError` if a service does not take the change in time, or if it fails and is undone.
 
@@ -130,7 +136,7 @@ async def _events_until_taken(
             fleet = await client.fleet()
             notes = await client.events(MAX_EVENTS, last)
         except CallFailed as error:
-            if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            if not may_pass(error):
                 raise
             if loop.time() - heard_at > silent_s:
                 raise WorkerUnavailable(

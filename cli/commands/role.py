@@ -6,12 +6,14 @@ import asyncio
 
 from rich.console import Console
 
+from cli.commands import fleet_config
+from cli.commands.fleet_config import may_pass
 from cli.screens.fleet_health import state_name
 from cli.screens.pool_lines import sizes_text
 from core.errors import WorkerUnavailable
 from core.lifecycle import ServiceRole
 from protos.fleet_codec import SERVICE_ROLES
-from tandem_client import AsyncClient
+from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import cluster_pb2
 
 REFRESH_S = 0.1  # the API has no stream of the fleet's state
@@ -22,15 +24,28 @@ async def switch_role(connection: AsyncClient, slot: str, role: str, console: Co
     wanted_role = SERVICE_ROLES[ServiceRole(role)]
     async with connection as client:
         answer = await client.switch_role(slot, wanted_role)
-        while True:
-            slots = {found.name: found for found in (await client.fleet()).slots}
-            found = slots.get(slot, cluster_pb2.FleetSlot())
-            if found.state != cluster_pb2.SLOT_STATE_SWITCHING:
-                break
-            await asyncio.sleep(REFRESH_S)
+        found = await _after_switch(client, slot)
     if found.state != cluster_pb2.SLOT_STATE_SERVING or found.role != wanted_role:
         state = state_name(found) if found.name else "gone"
         reason = f": {found.reason}" if found.reason else ""
         raise WorkerUnavailable(f"{slot} does not serve as {role} worker, it is {state}{reason}")
     sizes = sizes_text(answer.wanted_prefill, answer.wanted_decode, routers=1)
     console.print(f"{slot} serves as {role} worker; wanted: {sizes}", soft_wrap=True)
+
+
+async def _after_switch(client: AsyncClient, slot: str) -> cluster_pb2.FleetSlot:
+    """The slot once it switches no more; empty if it is gone. Another router may take the place of one that is lost."""
+    loop = asyncio.get_running_loop()
+    heard_at = loop.time()
+    while True:
+        try:
+            fleet = await client.fleet()
+        except CallFailed as error:
+            if not may_pass(error) or loop.time() - heard_at > fleet_config.GONE_S:
+                raise
+        else:
+            heard_at = loop.time()
+            found = {each.name: each for each in fleet.slots}.get(slot, cluster_pb2.FleetSlot())
+            if found.state != cluster_pb2.SLOT_STATE_SWITCHING:
+                return found
+        await asyncio.sleep(REFRESH_S)

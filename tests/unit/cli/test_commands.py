@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import grpc
 import pytest
 from rich.console import Console
 
 from cli import gateway
+from cli.commands import fleet_config
 from cli.commands import role as role_command
 from cli.commands.key import print_new_key
 from cli.commands.serve import print_notices
@@ -29,7 +31,7 @@ from core.service import Metadata
 from fleet.law.events import FleetFailed, FleetMessage
 from protos.fleet_codec import encode_slot
 from runtime.rpc.api_keys import ApiKeys
-from tandem_client import Credentials
+from tandem_client import CallFailed, Credentials
 from tandem_client.stubs import cluster_pb2, inference_pb2
 from tests.unit.cli.conftest import connection_to
 
@@ -58,16 +60,20 @@ def test_the_printed_lines_admit_the_printed_key(name: str, tenant: str) -> None
 P = ServiceRole.PREFILL
 
 
-async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | None) -> str:
-    """At a router whose fleet shows the next state of decode-1 at each call; None = without the slot."""
+async def switch(monkeypatch: pytest.MonkeyPatch, *states: SlotStatus | CallFailed | None) -> str:
+    """At a router whose fleet shows the next state of decode-1 at each call, or fails; None = without the slot."""
     monkeypatch.setattr(role_command, "REFRESH_S", 0.0)
     router, out = Mock(), io.StringIO()
     router.switch_role = AsyncMock(return_value=cluster_pb2.SwitchRoleResponse(wanted_prefill=2, wanted_decode=1))
-    slots = [[] if state is None else [encode_slot(state)] for state in states]
-    router.fleet = AsyncMock(side_effect=[cluster_pb2.GetFleetResponse(slots=each) for each in slots])
+    found = [state if isinstance(state, CallFailed) else fleet_of(*filter(None, [state])) for state in states]
+    router.fleet = AsyncMock(side_effect=found)
     await role_command.switch_role(connection_to(router), "decode-1", "prefill", Console(file=out))
     router.switch_role.assert_awaited_once_with("decode-1", cluster_pb2.SERVICE_ROLE_PREFILL)
     return out.getvalue()
+
+
+def fleet_of(*slots: SlotStatus) -> cluster_pb2.GetFleetResponse:
+    return cluster_pb2.GetFleetResponse(slots=map(encode_slot, slots))
 
 
 def decode_1(state: SlotState, role: ServiceRole = P, reason: str = "") -> SlotStatus:
@@ -78,6 +84,17 @@ async def test_the_command_ends_when_the_worker_serves_in_its_new_role(monkeypat
     switching = decode_1(SlotState.SWITCHING)
     said = await switch(monkeypatch, switching, switching, decode_1(SlotState.SERVING))
     assert said == "decode-1 serves as prefill worker; wanted: 2 prefill, 1 decode\n"
+
+
+async def test_the_command_outlasts_the_loss_of_a_router_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router", retryable=True)
+    silent = CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer")
+    said = await switch(monkeypatch, away, decode_1(SlotState.SWITCHING), silent, decode_1(SlotState.SERVING))
+    assert said == "decode-1 serves as prefill worker; wanted: 2 prefill, 1 decode\n"
+    for error, gone_s in ((away, -1.0), (CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token"), 15.0)):
+        monkeypatch.setattr(fleet_config, "GONE_S", gone_s)
+        with pytest.raises(CallFailed, match=str(error)):
+            await switch(monkeypatch, error)
 
 
 @pytest.mark.parametrize(
