@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -81,9 +81,12 @@ async def check_prompt(guardrail: Guardrail | None, messages: Sequence[Message])
     """The messages for the model. Raises `Refused`."""
     if guardrail is None:
         return tuple(messages)
-    checked = tuple(await _answer(guardrail.check_prompt(messages), (list, tuple)))
+    checked = tuple(await _answer(lambda: guardrail.check_prompt(messages), (list, tuple)))
     if [getattr(message, "role", None) for message in checked] != [message.role for message in messages]:
         logger.error("the guardrail returned messages of other roles than it was given")
+        raise Refused(FAILED)
+    if not all(isinstance(getattr(message, "text", None), str) for message in checked):
+        logger.error("the guardrail returned a message without a text")
         raise Refused(FAILED)
     return checked
 
@@ -105,20 +108,21 @@ class GuardedOutput:
 
     async def push(self, text: str) -> str:
         """The text to send now. Raises `Refused`."""
-        if self._output is None or not text:
-            return text
-        return await _answer(self._output.push(text), str)
+        output = self._output
+        return text if output is None or not text else await _answer(lambda: output.push(text), str)
 
     async def finish(self) -> str:
         """The text still held back. Raises `Refused`."""
-        return "" if self._output is None else await _answer(self._output.finish(), str)
+        output = self._output
+        return "" if output is None else await _answer(lambda: output.finish(), str)
 
 
-async def _answer(call: Awaitable[T], kind: type | tuple[type, ...]) -> T:
-    """The answer of a guardrail. Raises `Refused`, also if the guardrail fails."""
+async def _answer(call: Callable[[], Awaitable[T]], kind: type | tuple[type, ...]) -> T:
+    """The answer of a guardrail. Raises `Refused`, also if the guardrail fails. A method that is missing, or takes
+    other arguments, fails at its call."""
     try:
         async with asyncio.timeout(GUARDRAIL_TIMEOUT_S):
-            answer = await call
+            answer = await call()
     except Refused:
         raise
     except Exception as error:

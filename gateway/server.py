@@ -145,11 +145,13 @@ class HttpServer:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Sockets on every address of `host`, shared with other servers that listen so. Raises `OSError`."""
     sockets: list[socket.socket] = []
+    missing: OSError | None = None
     try:
         for family, _, _, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
             try:
                 listening = socket.socket(family)
-            except OSError:  # a name may resolve to IPv6 on a machine without it
+            except OSError as error:  # a name may resolve to IPv6 on a machine without it
+                missing = error
                 continue
             sockets.append(listening)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -157,6 +159,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
             listening.bind(address)
             listening.listen(BACKLOG)
             listening.setblocking(False)
+        if not sockets and missing is not None:
+            raise missing
     except OSError:
         for listening in sockets:
             listening.close()

@@ -60,7 +60,7 @@ SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
 PAUSE_SHARE = 1 / 16  # of the time since the last event; bounds how late the thread sees the next one
 NICENESS = 5  # an event loop that wakes during a copy runs at once, not after a time slice of 3 to 4 ms
-MAX_COMMANDS = 65_536  # commands, more than all transfers need at once; beyond: the agent hangs, and fails
+MAX_COMMANDS = 65_536  # commands, more than all transfers need at once; beyond: the agent hangs, and its worker ends
 
 logger = logging.getLogger(__name__)
 
@@ -139,10 +139,14 @@ class TransferAgent:
     def perform(self, actions: Sequence[AgentAction], active: bool) -> None:
         """Queue actions of the machine. `active`: whether it has live transfers (`TransferMachine.alive`).
 
-        An agent that was closed or has failed drops them.
+        An agent that was closed or has failed drops them. Raises `TransportError` if too many wait: its thread may hang
+        inside the transport.
         """
         if self._closing or self._failure:
             return
+        num_waiting = len(self._commands) + len(self._reads_to_start) + len(actions)
+        if num_waiting > MAX_COMMANDS:
+            raise TransportError(f"{num_waiting} actions wait for the transfer agent, more than {MAX_COMMANDS}")
         if actions or active != self._active:  # most calls change nothing: a worker calls after each of its steps
             self._commands.extend(actions)
             self._active = active
@@ -220,8 +224,6 @@ class TransferAgent:
     def _run_once(self, transport: Transport) -> bool:
         """Perform actions, poll, report events. Returns whether anything moved or is about to."""
         num_commands = len(self._commands) + len(self._reads_to_start)
-        if num_commands > MAX_COMMANDS:
-            raise TransportError(f"{num_commands} actions wait for the transfer agent, more than {MAX_COMMANDS}")
         for _ in range(len(self._commands)):
             action = self._commands.popleft()
             if isinstance(action, StartRead):

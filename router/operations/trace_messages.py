@@ -78,11 +78,10 @@ def _encode(number: int, ended: EndedChoice) -> cluster_pb2.RequestSummary:
     if candidate is not None:
         summary.prefill_worker = candidate.prefill_worker or candidate.decode_worker
         summary.decode_worker = candidate.decode_worker
+    summary.usage.prompt_tokens, summary.usage.completion_tokens = ended.num_prompt_tokens, ended.num_output_tokens
     if (outcome := ended.outcome) is not None:
         summary.path = codec.PATH_TO_WIRE[outcome.path]
         summary.transferred_bytes = outcome.transferred_bytes
-        summary.usage.prompt_tokens = outcome.num_prompt_tokens
-        summary.usage.completion_tokens = ended.num_output_tokens
         summary.usage.cached_tokens = outcome.cached_tokens
     return summary
 

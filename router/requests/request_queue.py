@@ -5,8 +5,9 @@
 A tenant pays for a dispatch with the tokens of the prompt: the next dispatch is of the tenant that has paid least. A
 tenant that starts to wait has paid as much as the tenant of the last dispatch, and not less than it paid before.
 
-Each call takes O(log n) time: thousands of requests may wait while events arrive at a high rate. A removed request
-leaves a stale entry in a heap, which the queue drops when the entry comes to the top, or when most entries are stale.
+Each call takes O(log n) time, but `to_displace` looks at all requests of a full queue: thousands may wait while events
+arrive at a high rate. A removed request leaves a stale entry in a heap, which the queue drops when the entry comes to
+the top, or when most entries are stale.
 
 A request that waits for a larger worker than others need steps aside. It still counts as queued.
 """

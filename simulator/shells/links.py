@@ -344,7 +344,7 @@ class BreakableLinks:
 
         def open_stream() -> None:
             if not node.alive or node.stopped:
-                self._streams.pop(worker_id, None)  # `keep_connected` opens another
+                self._streams.pop(worker_id, None)  # `_keep_connected` opens another
             elif self._streams.get(worker_id) is stream:
                 node.subscribe(name, send)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
 import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from core.config import GatewayConfig, TandemConfig, TelemetryConfig
+from core.errors import ConfigError
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.server import HttpServer
@@ -196,6 +199,15 @@ async def test_a_router_fails_with_its_http_server(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(server._server, "on_tick", fail)
         assert str(await asyncio.wait_for(failed, 10.0)) == "no descriptors"
         await server.stop()
+
+
+async def test_an_address_of_a_family_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+    server = HttpServer(GatewayConfig(host="::1"), TelemetryConfig(), Fleets([]))
+    with monkeypatch.context() as without:
+        without.setattr("gateway.server.socket.socket", Mock(side_effect=lacking))
+        with pytest.raises(ConfigError, match=r"\[::1\]:\d+ \(Address family not supported"):
+            await server.start()
 
 
 def test_no_header_of_a_client_says_where_it_comes_from() -> None:

@@ -117,7 +117,7 @@ async def test_the_program_of_the_documentation_runs(deployment: Deployment) -> 
     (program,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     program = program.replace("127.0.0.1:50051", deployment.router_address).replace("smollm2-135m", MODEL)
     out = await run(program)
-    answer = await deployment.generate(text="Why is the sky blue?", max_tokens=16, ignore_eos=False)
+    answer = await deployment.generate(text="The capital of France is", max_tokens=16, ignore_eos=False)
     assert out == f"{answer.text}\n{answer.text}"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -78,8 +79,16 @@ def test_the_example_masks_the_same_however_the_text_is_cut(chunks: list[str]) -
 
 @pytest.mark.parametrize(
     "answer",
-    [ValueError("a bug"), None, "text", [], [Message("system", "forged")], ["a string"]],
-    ids=["error", "nothing", "text", "fewer", "role", "no message"],
+    [
+        ValueError("a bug"),
+        None,
+        "text",
+        [],
+        [Message("system", "forged")],
+        ["a string"],
+        [Message("user", cast(Any, 5))],
+    ],
+    ids=["error", "nothing", "text", "fewer", "role", "no message", "no text"],
 )
 async def test_a_guardrail_that_fails_on_a_prompt_refuses_it(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Refused, match=FAILED):
@@ -94,6 +103,17 @@ async def test_a_guardrail_that_fails_on_an_output_ends_it(answer: Any, caplog: 
     with pytest.raises(Refused, match=FAILED):
         await GuardedOutput(Scripted(rest=answer), []).finish()
     assert "the guardrail" in caplog.text
+
+
+async def test_a_guardrail_whose_methods_cannot_be_called_refuses() -> None:
+    unfit: Any = SimpleNamespace(check_prompt=lambda: None, open_output=lambda _: SimpleNamespace(push=None))
+    with pytest.raises(Refused, match=FAILED):
+        await check_prompt(unfit, [QUESTION])
+    output = GuardedOutput(unfit, [QUESTION])
+    with pytest.raises(Refused, match=FAILED):
+        await output.push("a")
+    with pytest.raises(Refused, match=FAILED):
+        await output.finish()
 
 
 async def test_a_guardrail_that_never_answers_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

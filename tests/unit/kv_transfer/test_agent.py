@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from core.config import TransferConfig
+from core.errors import TransportError
 from core.handoff import AbortReason, AgentAddress, Heartbeat, HeartbeatEntry
 from core.kv_layout import KVLayout
 from kv_transfer import agent as agent_module
@@ -66,6 +68,14 @@ def test_a_heartbeat_waits_for_no_queued_read_and_a_close_for_all() -> None:
     agent._run_until_closed(cast(Any, wire))
     read = ["read from owner", "poll"]
     assert wire.done == ["connect owner", "message to owner", *read, *read, *read]
+
+
+def test_an_agent_whose_thread_hangs_takes_a_bounded_number_of_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "MAX_COMMANDS", 4)
+    agent = TransferAgent(CONFIG, AgentIdentity("w", 1), cast(Any, Mock()), cast(Any, None), lambda _: None)
+    agent.perform([Connect(OWNER)] * 4, active=True)  # its thread takes none
+    with pytest.raises(TransportError, match="5 actions wait for the transfer agent, more than 4"):
+        agent.perform([Connect(OWNER)], active=True)
 
 
 @pytest.mark.parametrize(("block_size", "pieces"), [(8, ()), (4, (0,))])

@@ -28,7 +28,7 @@ from runtime.prometheus.metrics_page import Metrics
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.trace_context import start_trace
 from tandem_client.stubs.cluster_pb2 import ListRequestsRequest
-from tandem_client.stubs.inference_pb2 import PhaseTimings
+from tandem_client.stubs.inference_pb2 import PhaseTimings, Usage
 
 CANDIDATE = Candidate("p", "d", 64, 16, 5, 0)
 TIMELINE = Timeline(
@@ -275,6 +275,14 @@ def test_a_listed_request_has_its_times() -> None:
     named.token_ids = [1] * 5
     ended = named.ended(13.0)
     assert (ended.total_s, ended.first_token_s, ended.tpot_s) == (3.0, 1.0, 0.5)
+
+
+def test_a_listed_request_that_was_cancelled_has_its_tokens() -> None:
+    ring, named = RequestRing(), stream()
+    named.token_ids, named.result = [1] * 5, Fail("r", RequestCancelled("cancelled by the client"), TIMELINE)
+    ring.add(named.ended(13.0))
+    (listed,) = list_requests(ring, ListRequestsRequest()).requests
+    assert (listed.end, listed.usage) == ("cancelled", Usage(prompt_tokens=1, completion_tokens=5))
 
 
 def test_the_label_of_a_tenant_has_no_control_character() -> None:
