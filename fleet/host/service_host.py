@@ -1,18 +1,16 @@
 """Hosts one service in one process: sets the environment, imports the code of the service, then starts the service.
 
-The factory arrives as a pickle, and is opened after the thread count is set: a maths library reads the count once, when
-it is imported. A failed start returns a `StartFault` with one line for the operator; the log of the process has the
-traceback.
+The factory arrives packed (fleet/host/by_name.py), and is opened after the thread count is set: a maths library reads
+the count once, when it is imported. A failed start returns a `StartFault` with one line for the operator; the log of
+the process has the traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.metadata
 import logging
 import os
-import pickle
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from core.fleet_control import FleetControl
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, RouterControl, Service, WorkerControl, join_address
 from core.traffic import RouterTraffic
+from fleet.host.by_name import software_version, unpack
 from runtime.log_lines import log_to_stderr
 
 logger = logging.getLogger(__name__)
@@ -62,14 +61,6 @@ class StartFault:
     permanent: bool  # the same start would fail every time
 
 
-def software_version() -> str:
-    """The installed version of Tandem; empty if it runs from a directory that is not installed."""
-    try:
-        return importlib.metadata.version("tandem-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def reachable(endpoint: Endpoint, host: str) -> Endpoint:
     """A worker's endpoint as routers dial it; `host` as in `Placement`. Clients see a router's as configured."""
     listening, _, port = endpoint.address.rpartition(":")
@@ -92,7 +83,7 @@ class ServiceHost:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.disable()  # imports create half a million lasting objects, and each collection would scan them all
         try:
-            build: ServiceFactory = pickle.loads(factory)
+            build: ServiceFactory = unpack(factory)
             self._service = build(placement)
             endpoint = replace(await self._service.start(), version=software_version())
             return reachable(endpoint, placement.host)

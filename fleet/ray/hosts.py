@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import secrets
 import threading
 import time
@@ -25,6 +24,7 @@ from core.config import LiveConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from core.traffic import RouterTraffic
+from fleet.host.by_name import ByName, answer_by_name, pack
 from fleet.host.cores import cpu_quota, num_threads_for, share_of_cores, usable_cores
 from fleet.host.host import Adoption, Host, HostDied, LocalRank
 from fleet.host.service_host import Placement, ServiceHost, StartFault
@@ -68,13 +68,15 @@ class HostActor(ServiceHost):
                 last_seen = time.monotonic()
         os._exit(1)
 
+    @answer_by_name
     async def adopt(self, kinship: str, supervisor: Any) -> Adoption | None:
         """Follow this supervisor from now on. None if its fleet is another one, or if no service serves here."""
         if kinship != self._kinship or self._endpoint is None:
             return None
         self._control.supervisor = supervisor
-        return Adoption(self._member, self._endpoint, await self.machine(), self._rank)
+        return Adoption(self._member, self._endpoint, machine_here(self._claims.config), self._rank)
 
+    @answer_by_name
     async def machine(self) -> MachineId:
         return machine_here(self._claims.config)
 
@@ -89,6 +91,9 @@ class HostActor(ServiceHost):
             self._member, self._endpoint = replace(self._member, role=role), replace(endpoint, role=role)
         return reason
 
+    traffic = answer_by_name(ServiceHost.traffic)
+
+    @answer_by_name
     async def start_placed(self, factory: bytes, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
         import ray
 
@@ -149,8 +154,8 @@ class RayHost:
         return machine
 
     async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
-        factory = pickle.dumps(self._spec.factory(self._member.role))
-        call = self._actor.start_placed.remote(factory, address, local_rank)
+        factory = pack(self._spec.factory(self._member.role))
+        call = self._actor.start_placed.remote(factory, address, ByName(local_rank))
         result: Endpoint | StartFault = await self._finish(call)
         return result
 
@@ -164,14 +169,14 @@ class RayHost:
         await self._finish(self._actor.drain.remote(timeout_s))
 
     async def set_config(self, live: LiveConfig) -> None:
-        await self._finish(self._actor.set_config.remote(live))
+        await self._finish(self._actor.set_config.remote(ByName(live)))
 
     async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
         reason: str = await self._finish(self._actor.switch_role.remote(role, timeout_s))
         return reason
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
-        await self._finish(self._actor.set_fleet.remote(workers, routers))
+        await self._finish(self._actor.set_fleet.remote(ByName(workers), ByName(routers)))
 
     async def traffic(self, start_s: float) -> RouterTraffic:
         traffic: RouterTraffic = await self._finish(self._actor.traffic.remote(start_s))
@@ -207,7 +212,7 @@ def _host_actor(member: Member, spec: FleetSpec) -> Any:
     if spec.kinship:
         options |= {"lifetime": "detached", "name": f"{HOST_PREFIX}{member.name}-{secrets.token_hex(4)}"}
     actor = ray.remote(ACTORS[member.role]).options(**options)
-    return actor.remote(claims, claim, member, spec.kinship, this_supervisor())
+    return actor.remote(ByName(claims), ByName(claim), ByName(member), spec.kinship, this_supervisor())
 
 
 def _names_of_hosts() -> list[str]:
@@ -256,6 +261,11 @@ async def _adopt(name: str, spec: FleetSpec) -> tuple[Host, Adoption] | None:
 
 class SupervisorActor(Supervisor):
     """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
+
+    scale, switch_role = answer_by_name(Supervisor.scale), answer_by_name(Supervisor.switch_role)
+    apply, stop_roll = answer_by_name(Supervisor.apply), answer_by_name(Supervisor.stop_roll)
+    status, config = answer_by_name(Supervisor.status), answer_by_name(Supervisor.config)
+    notes = answer_by_name(Supervisor.notes)
 
     def __init__(self, spec: FleetSpec) -> None:
         joined = bool(spec.config.address)

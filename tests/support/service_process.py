@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import os
-import pickle
 import sys
 import time
 from collections import deque
@@ -35,6 +34,7 @@ from core.service import Endpoint
 from core.step import SampledToken, StepOutput, StepPlan
 from engine import factory
 from engine.fake_runner import FakeRunner
+from fleet.host.by_name import pack
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
 from runtime.named_function import load_function
@@ -272,7 +272,7 @@ async def serve(role: Role, answers: TextIO) -> None:
         role.ordinal, role.host, address="", num_threads=1, control=None, cores=role.cores,
         slot=f"{role.name}-{role.ordinal}",
     )  # fmt: skip
-    endpoint = await host.start(pickle.dumps(factory_of(role)), placement)
+    endpoint = await host.start(pack(factory_of(role)), placement)
     if isinstance(endpoint, StartFault):
         raise RuntimeError(endpoint.reason)
     commands = asyncio.create_task(obey_on_loop(HostedService(host, endpoint), answers))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import pickle
 import threading
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
+from fleet.host.by_name import pack
 from fleet.host.cores import LocalRanks, cpu_quota, num_threads_for, share_of_cores, usable_cores
 from fleet.host.service_host import Placement, ServiceHost, reachable
 from runtime.rpc.grpc_server import GrpcServer, open_channel
@@ -161,7 +161,7 @@ async def test_the_address_that_a_host_gives_answers(
     service_host = ServiceHost()
     placement = Placement(ordinal=0, host="", address="", num_threads=1, control=None, slot="decode-1")
     with caplog.at_level("INFO"):
-        found = await service_host.start(pickle.dumps(functools.partial(Listening, host)), placement)
+        found = await service_host.start(pack(functools.partial(Listening, host)), placement)
     assert isinstance(found, Endpoint)
     assert caplog.messages[0] == "decode-1 starts", "the log of a service names it first"
     assert found.address.rpartition(":")[0] in ("127.0.0.1", "[::1]")

@@ -39,7 +39,7 @@ async def test_a_machine_with_gpus_that_joins_later_makes_a_start_ask_for_one(mo
     claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
     earlier = claims.of(ServiceRole.DECODE, [])
     assert earlier == Claim("decode"), "no machine of the pool was there"
-    fault = await HostActor(claims, earlier, MEMBER, "", None).start_placed(b"", "", LocalRank(0, 1))
+    fault = (await HostActor(claims, earlier, MEMBER, "", None).start_placed(b"", "", LocalRank(0, 1))).value
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)
@@ -99,9 +99,9 @@ async def test_a_host_that_drains_is_adopted_by_no_supervisor(monkeypatch: pytes
     monkeypatch.setattr(hosts, "machine_here", Mock())
     host = HostActor(Mock(), Claim(), MEMBER, "", None)
     host._endpoint = Mock()
-    assert await host.adopt("", Mock()) is not None
+    assert (await host.adopt("", Mock())).value is not None
     await host.drain(1.0)
-    assert await host.adopt("", Mock()) is None
+    assert (await host.adopt("", Mock())).value is None
 
 
 async def test_the_supervisor_is_asked_by_its_handle_and_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
