@@ -100,8 +100,7 @@ class CompiledGrammars:
         tokenizer = self.tokenizer
         began_s, before = self._measures.cpu_s(), self._measures.resident_bytes()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask of all is the slowest
+        matcher.compute_bitmask()  # the first mask of all is the slowest
         if matcher.is_error():
             raise refusal(matcher)
         if self._measures.cpu_s() - began_s > MAX_COMPILE_S:

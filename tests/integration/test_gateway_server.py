@@ -90,6 +90,9 @@ async def test_only_pages_of_the_configured_origins_may_call(deployment: Deploym
         assert "access-control-allow-origin" not in other.headers
         answer = await client.post("/v1/completions", json=ASK | {"model": "nope"}, headers={"origin": origin})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (404, origin)
+    async with client_of(Fleets([deployment.router.calls])) as client:
+        answer = await client.get("/health", headers={"origin": origin})
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
 async def test_with_a_certificate_it_serves_https_only(deployment: Deployment, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -30,6 +31,7 @@ from cli.commands.demo_config import demo_config
 from cli.config_file import FLAGS
 from cli.exit_codes import INTERRUPTED
 from cli.flags import CHOICE_FLAGS, REQUEST_FLAGS, fill_request, with_flags
+from cli.interrupts import run_interruptible
 from cli.main import app
 from core.errors import ConfigError, InvalidRequest
 from tandem_client import CallFailed
@@ -293,6 +295,16 @@ def test_a_signal_outside_the_loop_closes_ray_and_another_one_ends_the_process(
             assert f"{line}\n" in iter(serve.stdout.readline, "")
             serve.send_signal(number)
         assert serve.wait(TIMEOUT_S / 2) == code
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_command_learns_whether_its_work_was_interrupted(is_interrupted: bool) -> None:
+    async def work() -> None:
+        if is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(TIMEOUT_S)
+
+    assert run_interruptible(work, lambda _: None) is is_interrupted
 
 
 # ---- Every number of every command line, and every file that a command writes, is refused before the work by its name.

@@ -180,6 +180,26 @@ def test_no_view_obeys_a_text_or_reads_it_as_markup(view: str, text: str) -> Non
     assert view not in WHOLE or any(escaped(text) in line for line in lines)
 
 
+def test_a_trace_begins_with_its_end_and_nests_the_spans_of_each_attempt_below_their_roots() -> None:
+    def span(name: str, **attributes: str) -> cluster_pb2.Span:
+        return cluster_pb2.Span(name=name, attributes={f"tandem.{key}": value for key, value in attributes.items()})
+
+    found = cluster_pb2.Trace(
+        requests=[cluster_pb2.RequestSummary(request_id="r1", end="cancelled", total_ms=12.0, trace_id="t1")],
+        spans=[
+            span("gateway.request"), span("tandem.request"), span("decode_worker.decode", attempt="2"),
+            span("router.attempt", attempt="1"), span("router.attempt", attempt="2"),
+        ],
+    )  # fmt: skip
+    out = io.StringIO()
+    trace.show_trace(found, False, Terminal(file=out, width=120))
+    title, *lines = out.getvalue().splitlines()
+    assert title == "r1  cancelled  12.0 ms  trace t1"
+    assert [line[: trace.NAME_WIDTH].rstrip() for line in lines] == [
+        "gateway.request", "  tandem.request", "    router.attempt", "    router.attempt", "      decode_worker.decode",
+    ]  # fmt: skip
+
+
 def test_every_command_prints_on_this_console() -> None:
     assert isinstance(console_of_all_commands, Terminal)
     makes = {

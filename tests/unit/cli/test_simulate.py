@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from cli.commands.calibrate import workers_of
 from cli.commands.calibration_load import CalibrationLoad, LoadPlan
 from cli.commands.simulate import parse_sweep
 from cli.commands.simulate_flags import SIMULATE_FLAGS
+from cli.screens import plots
 from cli.screens.simulate_report import answer
 from simulator.calibration.costs import BUILT_IN, write_costs
 from simulator.replay.sweep import Axis, Point
@@ -71,9 +72,19 @@ def test_a_sweep_names_the_fewest_workers_and_draws_the_front(tmp_path: Path, si
 
 
 @pytest.mark.parametrize(
-    "sweep", [["rate=2,8"], ["rate=2,8", "decode=1,2"], []], ids=["rates", "rates and shapes", "no sweep"]
+    "sweep",
+    [["rate=2,8"], ["rate=2,8", "decode=1,2"], ["decode=1,2"], []],
+    ids=["rates", "rates and shapes", "shapes", "no sweep"],
 )
-def test_each_kind_of_result_has_a_chart(tmp_path: Path, simulate: Callable[..., str], sweep: list[str]) -> None:
+def test_each_kind_of_result_has_a_chart_without_an_empty_part(
+    tmp_path: Path, simulate: Callable[..., str], sweep: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(figure: Any, path: Path) -> None:
+        assert all(axis.has_data() for axis in figure.axes)
+        whole(figure, path)
+
+    whole = plots._save
+    monkeypatch.setattr(plots, "_save", save)
     chart = tmp_path / "chart.svg"
     simulate(*SMALL, "--plot", str(chart), *(["--sweep"] if sweep else []), *sweep)
     assert b"<svg" in chart.read_bytes()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import laws
+from conformance import fault_probes, laws
 from conformance.answers import Answer, Token, Usage
-from conformance.behaviour_probes import wrong_error
-from conformance.fault_probes import DRAIN, KILL, Sight, judge, sight_of
+from conformance.behaviour_probes import _good_before, wrong_error
+from conformance.fault_probes import DRAIN, EVENTS_BEFORE, KILL, FaultProbe, Sight, judge, sight_of
 from conformance.findings import MAX_WHY, Outcome, Question, Severity, curl_of, exit_code
-from conformance.http_exchange import Call, End, Endpoint, Reply
+from conformance.http_exchange import Call, End, Endpoint, Observe, Reply
 from conformance.oracle import Match, bound_of, compare, noise
 from conformance.prompts import PromptSource
 from conformance.report import as_json, as_junit
@@ -40,6 +42,39 @@ def record(
         setattr(answer, name, value)
     ask = Ask("the prompt", 3, stream)
     return Record(HERE, ask, Call("/v1/completions", b"{}"), Reply(status, end=end), answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"), [("ab", Outcome.FAILS), ("abc", Outcome.NOT_SHOWN), ("", Outcome.NOT_SHOWN)]
+)
+def test_a_good_end_before_the_last_token_hides_a_deadline(text: str, outcome: Outcome) -> None:
+    """Each record asks for 3 tokens."""
+    assert _good_before(record(text)).outcome is outcome
+
+
+async def test_the_command_of_a_fault_begins_when_every_stream_has_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, ended = [], asyncio.Event()
+
+    async def try_to_ask(ask: Ask, observe: Observe) -> Record:
+        reply = Reply()
+        for _ in range(EVENTS_BEFORE):
+            await asyncio.sleep(0)
+            reply.num_events += 1
+            observe(reply)
+        running.append(ask)
+        await ended.wait()
+        return record()
+
+    async def run_command(*_: object) -> int:
+        assert len(running) == 2
+        ended.set()
+        return 0
+
+    monkeypatch.setattr(fault_probes, "run_command", run_command)
+    asked: Any = Mock(limit_s=10.0, try_to_ask=try_to_ask)
+    probe = FaultProbe(asked, PromptSource(0), BOUND)
+    _, num_open, status = await probe._under_command([record().ask] * 2, "true")
+    assert (num_open, status) == (2, 0)
 
 
 @pytest.mark.parametrize(

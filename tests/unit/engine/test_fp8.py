@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from core.config import EngineConfig
 from core.errors import ConfigError
+from engine import fp8
 from engine.fp8 import CODES, LARGEST_CODE, Fp8Matrix
 from engine.fp8_checkpoint import Fp8Checkpoint
 from engine.gpu.runner import GpuRunner
@@ -92,6 +93,14 @@ def test_every_runner_gives_the_same_tokens(model: str) -> None:
     assert generate(GpuRunner(config(f"random:{model}"))) == plain
     assert generate(TorchRunner(config(f"random:{model}"))) == plain
     assert generate(TorchRunner(config(f"random:{model}", "none"))) != plain, "else fp8 would not show"
+
+
+def test_rows_are_written_where_they_belong_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_ROWS_AT_ONCE", 3)
+    matrix, rows = Fp8Matrix(10, 4, torch.float32, CPU), torch.arange(1.0, 41.0).view(10, 4).exp2() / 2**20
+    for first, last in ((7, 10), (0, 7)):
+        matrix.put(first, rows[first:last])
+    torch.testing.assert_close(matrix.dequantized(), rows, rtol=0.07, atol=0.0)
 
 
 def test_a_gguf_is_quantized_to_fp8(tmp_path: Path) -> None:

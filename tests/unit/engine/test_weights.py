@@ -103,6 +103,14 @@ def load(directory: Path, quantization: str = "none") -> ModelWeights:
     return load_weights(source, load_config(source), torch.float32, CPU, quantization)
 
 
+def test_random_norms_are_about_one_and_random_matrices_keep_the_size_of_their_inputs() -> None:
+    """Else the tokens of a random model would say little."""
+    for name, view in views(random_weights("llama-tiny")).items():
+        mean, deviation = (1.0, 0.1) if "norm" in name else (0.0, view.shape[-1] ** -0.5)
+        assert abs(float(view.mean()) - mean) < deviation, name
+        assert 0.7 < float(view.std()) / deviation < 1.4, name
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 @pytest.mark.parametrize("change", ["truncated", "overwritten", "replaced", "removed"])
 def test_a_file_that_changes_in_place_while_it_is_read_is_refused(

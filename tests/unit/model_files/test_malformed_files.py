@@ -67,6 +67,19 @@ def test_an_error_names_the_key_of_an_invalid_gguf_value(tmp_path: Path, key: st
         load_tokenizer(spec)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "gpt2", "architecture 'gpt2' is not supported; supported: llama"),
+        ("llama.expert_count", 8, "mixtures of experts are not supported"),
+        ("llama.rope.dimension_count", 8, "partial rotary embeddings are not supported"),
+    ],
+)
+def test_a_gguf_model_that_the_engine_lacks_is_refused(tmp_path: Path, key: str, value: Value, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model_info(write_gguf_header(tmp_path / "a.gguf", {key: value}))
+
+
 def test_a_file_with_too_long_an_array_or_without_the_magic_word_is_no_usable_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +161,7 @@ PANICS = {"type": "Precompiled", "precompiled_charsmap": ""}  # ends in a panic 
         ("tokenizer_config", {"bos_token": {"content": 5}}, "bos_token: content is 5, must be a string"),
         ("tokenizer_config", {"chat_template": 5}, "chat_template is 5, must be a string"),
         ("tokenizer_config", {"chat_template": [5]}, "entry is 5, must be an object"),
+        ("tokenizer_config", {"added_tokens_decoder": {"²": {"content": "a"}}}, "'²' must be a token id"),
         ("tokenizer", {"normalizer": PANICS}, "cannot read .*tokenizer.json: .*Cannot parse precompiled_charsmap"),
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 import pytest_asyncio
+from opentelemetry import trace
 
 from core.errors import InvalidRequest, QueueFull
 from tandem_client import (
@@ -44,11 +45,14 @@ from tandem_client.results import Collector
 from tandem_client.stubs import inference_pb2
 from tandem_client.stubs.inference_pb2 import TokenChunk
 from tandem_client.stubs.inference_pb2 import ToolCallDelta as Delta
+from tandem_client.tracing import with_trace
 from tests.support.scripted_router import LOST, Failure, ScriptedRouter, scripted_router
 
 ROOT = Path(__file__).parents[3]
 NOBODY = "127.0.0.1:9"
 REQUEST = inference_pb2.GenerateRequest(text="hello")
+
+
 T = TypeVar("T")
 
 
@@ -381,3 +385,13 @@ def test_tools_are_plain_values_or_messages() -> None:
     ]
     assert chat.tool_choice == inference_pb2.ToolChoice(name="f", single=True)
     assert not build_request(prompt, {"tools": tools}).chat.HasField("tool_choice")
+
+
+def test_a_call_is_part_of_the_span_of_the_program_unless_it_names_another() -> None:
+    metadata = [("a", "b")]
+    assert with_trace(metadata) == metadata, "outside of a span"
+    span = trace.NonRecordingSpan(trace.SpanContext(17, 7, is_remote=False, trace_flags=trace.TraceFlags(1)))
+    with trace.use_span(span):
+        assert with_trace(metadata) == [("a", "b"), ("traceparent", f"00-{17:032x}-{7:016x}-01")]
+        named = [("traceparent", "the caller's")]
+        assert with_trace(named) == named

@@ -6,7 +6,9 @@ import itertools
 import json
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from core.request import SamplingParams
 from core.scheduling.drafts import MAX_DRAFTS
 from core.step import FORCED, Proposal, SequenceView
 from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
+from text import compiled_grammars
 from text.compiled_grammars import MAX_KEPT_BYTES, CompiledGrammars, Measures
 from text.grammar_account import MASK_S, Account
 from text.grammar_limits import MAX_PATTERNS, check_limits
@@ -317,6 +320,17 @@ def test_a_grammar_that_takes_a_second_to_read_is_refused_by_name() -> None:
         reader.compile(NAME)
 
 
+def test_a_grammar_whose_first_mask_fails_is_refused_before_its_output_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Matcher(Mock):
+        def compute_bitmask(self) -> None:
+            self.is_error.return_value = True
+
+    made = partial(Matcher, is_error=Mock(return_value=False), get_error=lambda: "too many items")
+    monkeypatch.setattr(compiled_grammars, "LLMatcher", lambda *_, **__: made())
+    with pytest.raises(InvalidRequest, match="too many items"):
+        CompiledGrammars(lambda: TOKENIZER, Measures()).get(NAME)
+
+
 def test_json_may_have_spaces_but_not_without_end() -> None:
     grammar = json_object_grammar()
     assert takes(grammar, '{"a":1}')
@@ -403,6 +417,21 @@ def test_the_schema_of_a_tool_may_have_its_own_names() -> None:
     grammar = tool_grammar("hermes", tools, {}, required=True)
     assert takes(grammar, '<tool_call>\n{"name": "b", "arguments": 2}\n</tool_call>')
     assert not takes(grammar, '<tool_call>\n{"name": "b", "arguments": 1}\n</tool_call>')
+
+
+def test_notes_leave_a_schema_and_properties_with_their_names_stay() -> None:
+    note: dict[str, Any] = {"title": "a note", "description": "a note"}
+    title: dict[str, Any] = {
+        "type": "array",
+        "items": {"type": "integer", **note},
+        "default": [{"const": note}],
+        **note,
+    }
+    schema: dict[str, Any] = {"type": "object", "properties": {"title": title}, "required": ["title"], **note}
+    grammar = tool_grammar("hermes", [("a", schema)], {}, required=True)
+    assert "a note" not in grammar
+    assert takes(grammar, '<tool_call>\n{"name": "a", "arguments": {"title": [1]}}\n</tool_call>')
+    assert not takes(grammar, '<tool_call>\n{"name": "a", "arguments": {"title": 1}}\n</tool_call>')
 
 
 # ---- guesses

@@ -48,6 +48,7 @@ def test_two_workers_that_share_a_device_fit_beside_each_other() -> None:
 REFUSED = [
     ({"kv_memory_mb": 700, "margin_mb": 50}, r"kv_memory_mb = 700 does not fit: of a GPU of 1000 MB.*leave 600 MB"),
     ({"kv_memory_mb": 0, "margin_mb": 648}, "no room for a KV pool: .*leave 2 MB, and 4 KV blocks need 8 MB"),
+    ({"kv_memory_mb": 0, "margin_mb": 648, "num_padding_blocks": 2}, "leave 2 MB, and 4 KV blocks need 12 MB"),
     ({"kv_memory_mb": 0, "margin_mb": 5000}, "leave 0 MB.*or lower max_batched_tokens or gpu_memory_margin_mb"),
     ({"kv_memory_mb": 7, "margin_mb": 50}, "kv_memory_mb = 7 holds 3 KV blocks of 2097152 bytes: set it to 8 or more"),
     ({"kv_memory_mb": 0, "margin_mb": 50, "share": 0.2}, "this worker may use 0.2.*leave 0 MB"),
