@@ -9,11 +9,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from typing import Any
 
 from core.config import RouterConfig, TandemConfig
 from core.errors import ConfigError, shortened
 
 LOAD_TIMEOUT_S = 25.0  # the code of an operator and its imports, below `APPLY_TIMEOUT_S`; beyond: `ConfigError`
+MAX_ERROR_BYTES = 1 << 20  # of its output; beyond: the reason of the refusal is an earlier line
 MAX_REASON_CHARS = 500  # of the fault of this code; beyond: it ends with "..."
 
 
@@ -28,12 +31,15 @@ def check_code(config: TandemConfig) -> None:
     command = [sys.executable, "-P", "-m", "cli.diagnosis.named_code"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     content = pickle.dumps((config.router, guardrail))
-    try:
-        loaded = subprocess.run(command, input=content, capture_output=True, timeout=LOAD_TIMEOUT_S, env=env)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{options}: not loaded within {LOAD_TIMEOUT_S:g} s") from None
+    with tempfile.TemporaryFile() as errors:  # no pipe, which a process that this code leaves would keep open
+        outputs: Any = {"stdout": subprocess.DEVNULL, "stderr": errors}
+        try:
+            loaded = subprocess.run(command, input=content, timeout=LOAD_TIMEOUT_S, env=env, **outputs)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{options}: not loaded within {LOAD_TIMEOUT_S:g} s") from None
+        errors.seek(0)
+        lines = errors.read(MAX_ERROR_BYTES).decode(errors="replace").split("\n")
     if loaded.returncode:
-        lines = loaded.stderr.decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), f"ended with status {loaded.returncode}")
         raise ConfigError(shortened(last if last.startswith("[") else f"{options}: {last}", MAX_REASON_CHARS))
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import pickle
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cli.commands.fleet_config import Order, first_line, options_as_json, revisi
 from cli.commands.serve import fleet_spec
 from cli.config_file import load_config
 from cli.credentials import with_cluster_token
+from cli.diagnosis import named_code
 from core.config import (
     ARRAYS,
     ApiKeyConfig,
@@ -227,10 +229,13 @@ def test_a_fleet_without_a_maker_of_specs_restarts_and_changes_nothing() -> None
 
 
 POLICY = """
+import subprocess, time
 from router.routing.policy import SecondsPolicy
 def wrong(config): return object()
 def broken(config): return config.absent
 def good(config): return SecondsPolicy(config)
+def endless(config): time.sleep(60)
+def leaving(config): subprocess.Popen(["sleep", "20"]); return SecondsPolicy(config)
 """
 
 
@@ -250,7 +255,6 @@ NAMED: dict[
     "router.policy": [
         ("no_such:make", "cannot import no_such: ModuleNotFoundError: No module named 'no_such' (see PYTHONPATH)"),
         ("unreadable_policy:make", "cannot import unreadable_policy: SyntaxError: "),
-        ("own_policy:absent", "own_policy has no function absent"),
         ("own_policy:wrong", "own_policy:wrong must return a Policy, its object has no compared"),
         ("own_policy:broken", "AttributeError: "),
     ],
@@ -276,17 +280,24 @@ def test_a_value_that_names_nothing_on_this_machine_is_refused_before_a_service_
     assert refused.value.message.startswith(f"[{table}] {names[0]}")
 
 
+@pytest.mark.usefixtures("named_things")
+def test_a_policy_has_a_time_to_load_and_may_leave_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_s = time.monotonic()
+    assert after(SPEC, router={"policy": "own_policy:leaving"}).restarts
+    assert time.monotonic() - started_s < 20
+    monkeypatch.setattr(named_code, "LOAD_TIMEOUT_S", 1.0)
+    with pytest.raises(InvalidRequest, match=r"\[router\] policy: not loaded within 1 s"):
+        after(SPEC, router={"policy": "own_policy:endless"})
+
+
 def test_a_policy_that_was_mended_is_taken_and_one_that_broke_stops_no_live_change(named_things: Path) -> None:
     """The supervisor keeps no module of an operator."""
     spec = after(SPEC, router={"policy": "own_policy:good"}).spec
     assert spec.text.config.router.policy == "own_policy:good"
     (named_things / "own_policy.py").write_text("def good(config: return 1")
     assert after(spec, router={"max_queued": 7}).changes
-    orders: list[tuple[bool, dict[str, dict[str, object]]]]
-    orders = [(True, {}), (False, {"telemetry": {"metrics_port": 9000}})]
-    for restart, tables in orders:
-        with pytest.raises(InvalidRequest, match=r"\[router\] policy: cannot import own_policy"):
-            after(spec, "", restart, **tables)
+    with pytest.raises(InvalidRequest, match=r"\[router\] policy: cannot import own_policy"):
+        after(spec, restart=True)
     (named_things / "own_policy.py").write_text(POLICY)
     assert after(spec, restart=True).restarts
 
