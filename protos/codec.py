@@ -23,6 +23,7 @@ from protos.agent_codec import decode_agent as decode_agent
 from protos.agent_codec import decode_layout as decode_layout
 from protos.agent_codec import encode_agent as encode_agent
 from protos.agent_codec import encode_layout as encode_layout
+from protos.unknown_fields import refuse_unknown_inside
 from tandem_client.stubs import inference_pb2, worker_pb2
 
 ROLE_TO_WIRE = {
@@ -153,6 +154,8 @@ def decode_sampling(
 
     Raises `InvalidRequest`. Lengths are checked before ids are converted (router/serving/validation.py says why).
     """
+    refuse_unknown_inside(wire, "sampling")
+    refuse_unknown_inside(stop, "stop")
     check_num_stop_token_ids(len(stop.stop_token_ids))
     check_num_logit_biases(len(wire.logit_bias))
     given = dict(defaults)

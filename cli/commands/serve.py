@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -28,9 +26,10 @@ from cli.http_port import claimed_port, gateway_line
 from cli.interrupts import PrintLine, run_interruptible
 from cli.screens.pool_lines import num_serving, ready_line
 from cli.screens.terminal import print_line
-from core.config import FIXED, TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
+from core.config import TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
+from fleet.host.kinship import kinship_of
 from fleet.law.claims import GpuUse
 from fleet.law.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
 from fleet.law.machine import LAST_DRAIN_S
@@ -98,15 +97,6 @@ def _spec_of(config: TandemConfig, text: ConfigText) -> FleetSpec:
         local_prefill=config.router.local_prefill == "auto",
         role_option=compose.role_option(config.engine),
     )
-
-
-def kinship_of(config: TandemConfig) -> str:
-    """As `FleetSpec.kinship`: two fleets have the same if their services could be of one fleet; else empty."""
-    if not (config.cluster.address and config.cluster.adoption_timeout_s):
-        return ""
-    tables = asdict(config)
-    common = {name: [tables[name][option] for option in options or tables[name]] for name, options in FIXED.items()}
-    return hashlib.sha256(json.dumps(common).encode()).hexdigest()
 
 
 def gpu_use(config: EngineConfig, torch: str, joined: bool) -> GpuUse:

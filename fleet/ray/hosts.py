@@ -27,6 +27,7 @@ from core.traffic import RouterTraffic
 from fleet.host.by_name import ByName, answer_by_name, pack
 from fleet.host.cores import cpu_quota, num_threads_for, share_of_cores, usable_cores
 from fleet.host.host import Adoption, Host, HostDied, LocalRank
+from fleet.host.kinship import are_kin
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from fleet.law.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.law.events import MachineId, Member
@@ -71,7 +72,7 @@ class HostActor(ServiceHost):
     @answer_by_name
     async def adopt(self, kinship: str, supervisor: Any) -> Adoption | None:
         """Follow this supervisor from now on. None if its fleet is another one, or if no service serves here."""
-        if kinship != self._kinship or self._endpoint is None:
+        if self._endpoint is None or not are_kin(kinship, self._kinship):
             return None
         self._control.supervisor = supervisor
         return Adoption(self._member, self._endpoint, machine_here(self._claims.config), self._rank)

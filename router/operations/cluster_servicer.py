@@ -10,6 +10,7 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.service import SIZE_FIELDS, FleetRouter
 from protos import codec, report_codec
 from protos.fleet_codec import decode_service_role, encode_note, encode_planner, encode_slot
+from protos.unknown_fields import refuse_unknown
 from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
@@ -132,6 +133,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     @aborts
     async def Scale(self, request: cluster_pb2.ScaleRequest, _: CallContext) -> cluster_pb2.ScaleResponse:
+        refuse_unknown(request)
         control = self._supervisor()
         sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
         if not sizes and not request.auto:
@@ -147,6 +149,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def SwitchRole(
         self, request: cluster_pb2.SwitchRoleRequest, _: CallContext
     ) -> cluster_pb2.SwitchRoleResponse:
+        refuse_unknown(request)
         wanted = await self._supervisor().switch_role(request.slot, decode_service_role(request.role))
         return cluster_pb2.SwitchRoleResponse(
             wanted_prefill=wanted[ServiceRole.PREFILL], wanted_decode=wanted[ServiceRole.DECODE]
@@ -159,6 +162,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     @aborts
     async def Apply(self, request: cluster_pb2.ApplyRequest, _: CallContext) -> cluster_pb2.ApplyResponse:
+        refuse_unknown(request)
         if request.stop and (request.config or request.options or request.restart or request.expected_revision):
             raise InvalidRequest("stop", "no other field may be set with it")
         control = self._supervisor()

@@ -22,6 +22,7 @@ from core.request import (
     check_stop_strings,
 )
 from protos import codec
+from protos.unknown_fields import refuse_unknown
 from router.serving.chat_prompt import check_chat
 from router.serving.choice_calls import Output, open_output
 from router.serving.output_formats import RequestGrammars
@@ -135,6 +136,7 @@ def tokenize_prompt(
     config: RouterConfig,
 ) -> tuple[int, ...]:
     """Token ids of the prompt, given as text, chat or token ids. Raises `InvalidRequest`."""
+    refuse_unknown(wire)
     kind = wire.WhichOneof("prompt")
     if kind is None:
         forms = [field.name for field in wire.DESCRIPTOR.oneofs_by_name["prompt"].fields]

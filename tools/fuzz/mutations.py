@@ -33,6 +33,7 @@ VALUES: tuple[Any, ...] = (
     ["a"] * 70,
 )
 MAX_ITEMS = 4
+LATER_FIELDS = (b"\xf8\xf0\x04\x07", b"\xf8\xf0\x04\x00", b"\xfa\xf0\x04\x01a")  # 9999: a number, 0, a text
 
 M = TypeVar("M", bound=Message)
 
@@ -85,7 +86,7 @@ def _change_item(place: Any, key: Any, rng: random.Random) -> None:
 
 
 def changed_message(message: M, rng: random.Random) -> M:
-    """A copy with some fields, at any depth, drawn again."""
+    """A copy with some fields, at any depth, drawn again, or with a field of a later version."""
     found: Any = copy.deepcopy(message)
     for _ in range(rng.randint(1, 3)):
         place = found
@@ -94,7 +95,9 @@ def changed_message(message: M, rng: random.Random) -> M:
             if not inside or rng.random() < 0.4:
                 break
             place = rng.choice(inside)
-        if place.DESCRIPTOR.fields:
+        if rng.random() < 0.1:
+            place.MergeFromString(rng.choice(LATER_FIELDS))
+        elif place.DESCRIPTOR.fields:
             _draw_field(place, rng.choice(place.DESCRIPTOR.fields), rng, depth=0)
     assert isinstance(found, type(message))
     return found
