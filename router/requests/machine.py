@@ -271,7 +271,7 @@ class RouterMachine:
             routed.first_token_at, routed.has_streamed = now, True
 
     def _start_held_choices(self, routed: RoutedRequest, worker_id: str, now: float) -> None:
-        """`worker_id`: has the KV of the prompt."""
+        """`worker_id`: has the KV of the prompt; empty if none has."""
         for choice in self._take_held_choices(routed):
             choice.has_streamed, choice.preferred_worker = True, worker_id
             self._enqueue(choice, now)
@@ -303,10 +303,10 @@ class RouterMachine:
         actions = self._end_dispatch(routed, None, now)
         self._forget(routed, now)
         dispatch, slo_itl_s = dispatch_of(routed), 0.0
-        prefill_worker, decode_worker = dispatch.candidate.prefill_worker, dispatch.candidate.decode_worker
-        # Choices that are held yet: the first token was the last one, so its hand-off has been dropped.
-        self._start_held_choices(routed, prefill_worker or decode_worker, now)
-        decode = self.workers.get(decode_worker)
+        # No decode worker has the KV: it would have sent a token, and the choices would have started.
+        prefill_worker = dispatch.candidate.prefill_worker if dispatch.prefill is not None else None
+        self._start_held_choices(routed, prefill_worker or "", now)
+        decode = self.workers.get(dispatch.candidate.decode_worker)
         if decode is not None:
             slo_itl_s = decode.load.slo_itl_s
             if dispatch.decode is None:

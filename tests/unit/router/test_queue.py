@@ -27,6 +27,14 @@ the other choices of a call whose first token is the last one find the prompt wh
                                   -> finish a length, disaggregated, 1 tokens
                                   -> decode b#1 D from P1/2; prefill b#1 P1 for D/2
 
+the other choices start anywhere if no worker has the prompt
+  fleet P D
+  arrives a others=b                   -> decode a#1 D from P/1; prefill a#1 P for D/1
+  prefilled a#1 11                     -> deliver a 0: 11
+  decode_error a#1 TransferFailed once -> withdraw a#1 P/1; decode a#2 D behind 11
+  stopped a                            -> cancel a#2; finish a stop, recomputed, 1 tokens, attempts 2
+                                       -> decode b#1 D from P/2; prefill b#1 P for D/2
+
 a call is admitted or refused as a whole
   config max_in_flight_per_worker=1 max_queued=1
   fleet D
