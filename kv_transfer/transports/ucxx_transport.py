@@ -348,6 +348,8 @@ class UcxxTransport:
                     self._forget_older(tag, connection.name)
                 elif kind == _NOTIFICATION and connection.name:
                     notifications.append(Notification(connection.name, payload))
+            if not connection.name and not connection.receives:
+                self._incoming.pop(tag, None)  # it has begun with another message than the hello
         return notifications
 
     def _forget_older(self, tag: int, name: str) -> None:

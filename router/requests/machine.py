@@ -5,7 +5,8 @@
                         +---------+----------+   a call failed with a retryable error
 
 Each choice of a call is a request here. The first choice starts at once. The others wait in QUEUE until its decode
-worker sends a token, and go to that worker, which has the KV of the prompt by then: a prompt moves once.
+worker sends a token, and go to that worker, which has the KV of the prompt by then: a prompt moves once. If the first
+token of the prefill worker is the last one, it does not move, and the others start where it was computed.
 
 Laws:
   1. Each request ends with exactly one Finish or Fail, at its deadline at the latest.
@@ -207,7 +208,7 @@ class RouterMachine:
                 routed.accept(index, token_id, logprobs.get(place))
                 accepting[call] = routed
                 if routed.held_choices:
-                    self._start_held_choices(routed, now)
+                    self._start_held_choices(routed, dispatch_of(routed).candidate.decode_worker, now)
         actions: list[RouterAction] = []
         for notice in event.moves:
             actions += self._moves.on_notice(notice, now)
@@ -269,9 +270,10 @@ class RouterMachine:
         if routed.first_token_at is None:
             routed.first_token_at, routed.has_streamed = now, True
 
-    def _start_held_choices(self, routed: RoutedRequest, now: float) -> None:
+    def _start_held_choices(self, routed: RoutedRequest, worker_id: str, now: float) -> None:
+        """`worker_id`: has the KV of the prompt; empty if none has."""
         for choice in self._take_held_choices(routed):
-            choice.has_streamed, choice.preferred_worker = True, dispatch_of(routed).candidate.decode_worker
+            choice.has_streamed, choice.preferred_worker = True, worker_id
             self._enqueue(choice, now)
 
     def _take_held_choices(self, routed: RoutedRequest) -> list[RoutedRequest]:
@@ -300,8 +302,10 @@ class RouterMachine:
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
         actions = self._end_dispatch(routed, None, now)
         self._forget(routed, now)
-        self._start_held_choices(routed, now)  # the first token may be the last one
         dispatch, slo_itl_s = dispatch_of(routed), 0.0
+        # No decode worker has the KV: it would have sent a token, and the choices would have started.
+        prefill_worker = dispatch.candidate.prefill_worker if dispatch.prefill is not None else None
+        self._start_held_choices(routed, prefill_worker or "", now)
         decode = self.workers.get(dispatch.candidate.decode_worker)
         if decode is not None:
             slo_itl_s = decode.load.slo_itl_s

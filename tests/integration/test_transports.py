@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,3 +202,21 @@ def test_the_contract_holds_over_tcp() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     num_by_end = {end: int(num) for num, end in re.findall(r"(\d+) (passed|xfailed)", result.stdout)}
     assert sum(num_by_end.values()) == 40, result.stdout  # UCX may end an owner: `xfail_if_ucx_ended_it`
+
+
+def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:
+    """Each message has the tag of its connection, which the sender chooses."""
+    both: Any = Ends(real_transport("ucxx"))
+    connection = both.a._outgoing["b"]
+    tag = connection.tag
+    both.a.notify("b", b"known")
+    for number in range(8):
+        connection.tag = number
+        both.a.notify("b", b"unnamed")
+    connection.tag = tag
+    both.a.notify("b", b"last")
+    wanted = [Notification("a", b"known"), Notification("a", b"last")]
+    assert both.poll_until(lambda events: len(events) == len(wanted)) == wanted
+    assert [known.name for known in both.b._incoming.values()] == ["a"]
+    both.a.close()
+    both.b.close()

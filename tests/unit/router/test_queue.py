@@ -20,6 +20,21 @@ the other choices start beside the first one and go elsewhere if that worker fai
   tokens_from a#1 0 11                 -> decode b#1 D1; decode c#1 D1
   decode_error b#1 TransferFailed once -> decode b#2 D2 from P/2; prefill b#2 P for D2/2
 
+the other choices of a call whose first token is the last one find the prompt where it was computed
+  fleet P1 P2 D
+  arrives a max_tokens=1 others=b -> decode a#1 D from P1/1; prefill a#1 P1 for D/1
+  prefilled a#1 11 ends=length    -> deliver a 0: 11; cancel a#1; withdraw a#1 P1/1
+                                  -> finish a length, disaggregated, 1 tokens
+                                  -> decode b#1 D from P1/2; prefill b#1 P1 for D/2
+
+the other choices start anywhere if no worker has the prompt
+  fleet P D
+  arrives a others=b                   -> decode a#1 D from P/1; prefill a#1 P for D/1
+  prefilled a#1 11                     -> deliver a 0: 11
+  decode_error a#1 TransferFailed once -> withdraw a#1 P/1; decode a#2 D behind 11
+  stopped a                            -> cancel a#2; finish a stop, recomputed, 1 tokens, attempts 2
+                                       -> decode b#1 D from P/2; prefill b#1 P for D/2
+
 a call is admitted or refused as a whole
   config max_in_flight_per_worker=1 max_queued=1
   fleet D
