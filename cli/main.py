@@ -132,7 +132,7 @@ def gateway(
 
     loaded = load_config(config, flags)
     check_gateway(loaded.gateway)
-    serve_gateway(loaded, router or [DEFAULT_ROUTER], console)
+    serve_gateway(loaded, router or [DEFAULT_ROUTER])
 
 
 @app.command()
