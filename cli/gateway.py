@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import uvloop
-from rich.console import Console
 
 from cli.http_port import claimed_port, gateway_line
 from cli.interrupts import run_interruptible
 from cli.remote_router import RemoteRouter, remote_routers
-from cli.screens.terminal import print_line
+from cli.screens.terminal import print_notice
 from core.config import TandemConfig
 from core.errors import TandemError
 from gateway.fleets import Fleets
@@ -44,12 +43,11 @@ def _channel_credentials(config: TandemConfig) -> ClientCredentials:
     return ClientCredentials(cert=own.cert, key=own.key, ca=own.ca, server_name=own.server_name)
 
 
-def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console) -> None:
+def serve_gateway(config: TandemConfig, routers: Sequence[str]) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `TandemError` if the gateway does not start."""
 
     log_to_stderr(logging.WARNING)
     give_large_blocks_back()
-    show = functools.partial(print_line, console)
 
     async def main(config: TandemConfig) -> None:
         credentials = _channel_credentials(config)
@@ -61,13 +59,13 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console
             gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
             away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
             for fault in dict.fromkeys(away):
-                show(f"the gateway answers 503 until its router answers: {fault}")
-            show(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
-            show(gateway_line(config.gateway))
+                print_notice(f"the gateway answers 503 until its router answers: {fault}")
+            print_notice(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
+            print_notice(gateway_line(config.gateway))
             raise TandemError(f"the HTTP server has failed: {await server.failed()}")
         finally:
             await starting
             await server.drain(config.router.drain_timeout_s)
 
     with claimed_port(config.gateway) as claimed:
-        run_interruptible(functools.partial(main, replace(config, gateway=claimed)), show, run=uvloop.run)
+        run_interruptible(functools.partial(main, replace(config, gateway=claimed)), print_notice, run=uvloop.run)

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM of the commands that serve: the first one drains, the second one ends the process at once.
+"""Ctrl-C, SIGTERM and SIGHUP of the commands that serve: the first one drains, the second one ends the process at once.
+
+Of a closed terminal, kernel and shell may each send a SIGHUP: a further one does nothing while the task runs.
 
 before the loop runs    KeyboardInterrupt, then `close`
 while the task runs     the first one cancels the task, the second one ends the process
@@ -19,13 +21,15 @@ from typing import Any
 
 from cli.exit_codes import INTERRUPTED
 
-STOPS = signal.SIGINT, signal.SIGTERM
+STOPS = [signal.SIGINT, signal.SIGTERM]
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    STOPS.append(signal.SIGHUP)
 
 PrintLine = Callable[[str], None]
 
 
 class Interrupts:
-    """The first Ctrl-C or SIGTERM cancels the task; the second calls `end` and ends the process at once.
+    """The first of `STOPS` cancels the task; the second calls `end` and ends the process at once.
 
     After the end of the task any of them ends the process. A handler of the loop would be gone by then: SIGTERM would
     end the process with no exit code of its own.
@@ -38,13 +42,15 @@ class Interrupts:
         for number in STOPS:
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         """Runs between any two lines of the main thread."""
         if self._task.done():
             _exit_at_once()
-        self._loop.call_soon_threadsafe(self._stop)
+        self._loop.call_soon_threadsafe(self._stop, number)
 
-    def _stop(self) -> None:
+    def _stop(self, number: int) -> None:
+        if self.count and number == signal.SIGHUP:
+            return
         self.count += 1
         if self.count == 1:
             self._print_line("draining; a second Ctrl-C stops at once")
@@ -82,8 +88,9 @@ def run_interruptible(
 
 @contextlib.contextmanager
 def interruptible(close: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C or SIGTERM ends the body by `KeyboardInterrupt`. `close` follows any end; another one ends the process."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """One of `STOPS` ends the body by `KeyboardInterrupt`. `close` follows any end; another one ends the process."""
+    for number in STOPS[1:]:  # Python's own handler of Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     atexit.register(_ignore_stops)  # the first to be registered is the last to be called
     try:
         yield
@@ -100,6 +107,6 @@ def _ignore_stops() -> None:
 
 
 def _exit_at_once(*_: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the interrupted line writes
+    with contextlib.suppress(RuntimeError, OSError):  # the interrupted line writes; nobody reads
         sys.stdout.flush()
     os._exit(INTERRUPTED)

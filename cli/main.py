@@ -133,7 +133,7 @@ def gateway(
     loaded = load_config(config, flags)
     check_http_port(loaded.gateway)
     check_certificate(loaded.gateway)
-    serve_gateway(loaded, router or [DEFAULT_ROUTER], console)
+    serve_gateway(loaded, router or [DEFAULT_ROUTER])
 
 
 @app.command()

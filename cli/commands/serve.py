@@ -25,7 +25,7 @@ from cli.diagnosis.vllm_environment import python_of, torch_version, variables
 from cli.http_port import claimed_port, gateway_line
 from cli.interrupts import PrintLine, run_interruptible
 from cli.screens.pool_lines import num_serving, ready_line
-from cli.screens.terminal import print_line
+from cli.screens.terminal import print_notice
 from core.config import TOKEN, TOKEN_STAYS, ConfigText, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest, TandemError, WorkerUnavailable
 from core.service import Service
@@ -227,9 +227,8 @@ def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console
     credentials = load_credentials(secured.security)
     generated_token = "" if read_token(config.security) else credentials.token
 
-    show = functools.partial(print_line, console)
-
     async def main(spec: FleetSpec) -> None:
+        show = print_notice
         async with cancelled_when_ray_fails(cluster, show), fleet(cluster, spec, show, credentials) as addresses:
             with contextlib.ExitStack() as token_files:
                 for address in addresses:
@@ -250,4 +249,4 @@ def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console
     # In a joined cluster, a router of an earlier fleet may listen there.
     claims_port = config.gateway.port and not config.cluster.address
     with claimed_port(config.gateway) if claims_port else contextlib.nullcontext():
-        run_interruptible(functools.partial(main, spec), show, cluster.kill_services)
+        run_interruptible(functools.partial(main, spec), print_notice, cluster.kill_services)

@@ -6,6 +6,8 @@ would be obeyed. What has a style is a `rich.text.Text`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -36,6 +38,12 @@ class Terminal(Console):
 def print_line(console: Console, line: str, style: str | None = None) -> None:
     """As it is: the terminal alone breaks it, and no part of it gets a colour of its own."""
     console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_notice(line: str) -> None:
+    """A line of a service. A closed pipe or terminal, or a full disk, loses the line: the service goes on."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{escaped(line, SHOWN)}\n".encode(sys.stdout.encoding, "backslashreplace"))
 
 
 def print_answer(text: str) -> None:

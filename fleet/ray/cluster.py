@@ -235,9 +235,9 @@ def _about_token() -> str:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM, which crash a Ray that joins, and restore their handlers afterwards: Ray replaces
-    those of SIGTERM when it joins, and takes them away when it leaves."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    """Hold back Ctrl-C, SIGTERM and SIGHUP, which crash a Ray that joins, and restore their handlers afterwards: Ray
+    replaces those of SIGTERM when it joins, and takes them away when it leaves."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     mask, handlers = signal.pthread_sigmask(signal.SIG_BLOCK, numbers), [signal.getsignal(n) for n in numbers]
     try:
         yield

@@ -48,6 +48,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     options = ("--local-prefill", "never", "--http", str(HTTP_PORT), "--config", str(path))
     async with serving(*options, environment=PROXY, cwd=path.parent) as fleet:
         assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router, two workers and the gateway"
+        fleet.process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]  # as of `serve | head -1`
         yield fleet
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -240,18 +241,19 @@ def test_a_character_that_the_output_lacks_is_named() -> None:
     assert b"latin-1, the encoding of the output, lacks '\\u20ac'" in ended.stderr
 
 
-# ---- Ctrl-C and SIGTERM of `tandem serve` before its loop runs, and while Ray closes.
+# ---- Ctrl-C, SIGTERM and SIGHUP of `tandem serve` before its loop runs, and while Ray closes.
 
 SERVE = """
-import contextlib, os, sys, time
+import asyncio, contextlib, os, sys, time
 import cli.commands.serve, fleet.ray.cluster
 from cli.interrupts import run_interruptible
 from cli.main import run
+from cli.screens.terminal import print_notice
 
 class Cluster:
     def close(self):
-        print("closing", flush=True)
-        if phase != "ends":
+        print_notice("closing")
+        if phase not in ("ends", "serves"):
             with contextlib.suppress(KeyboardInterrupt):  # as Ray's C++ has no exceptions of Python
                 time.sleep(TIMEOUT_S)
 
@@ -261,7 +263,13 @@ class Slow:
         sleep(1.0)
 
 async def drained():
-    pass
+    if phase == "serves":
+        print_notice("serving")
+        try:
+            await asyncio.sleep(TIMEOUT_S)
+        finally:
+            await asyncio.sleep(1.0)
+            os.write(2, b"drained")
 
 def wait_for_ray():
     print("starting", flush=True)
@@ -269,14 +277,14 @@ def wait_for_ray():
 
 fleet.ray.cluster.begin = lambda _: Cluster()
 phase, sys.argv[1:] = sys.argv[1], ["serve", "--model", "fake:tiny", "--port", "0"]
-cli.commands.serve.serve = lambda *_: wait_for_ray() if phase == "starts" else run_interruptible(drained, print)
+cli.commands.serve.serve = lambda *_: wait_for_ray() if phase == "starts" else run_interruptible(drained, print_notice)
 slow = Slow() if phase == "ends" else None
 run()
 """
 TIMEOUT_S = 60.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("phase", "lines", "code"),
     [
@@ -305,6 +313,20 @@ def test_a_command_learns_whether_its_work_was_interrupted(is_interrupted: bool)
             await asyncio.sleep(TIMEOUT_S)
 
     assert run_interruptible(work, lambda _: None) is is_interrupted
+
+
+def test_a_closed_terminal_drains_a_fleet_whose_output_nobody_reads() -> None:
+    program = SERVE.replace("TIMEOUT_S", str(TIMEOUT_S))
+    command = [sys.executable, "-c", program, "serves"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serve:
+        assert serve.stdout is not None
+        assert serve.stderr is not None
+        assert "serving\n" in iter(serve.stdout.readline, "")
+        serve.stdout.close()
+        for _ in range(2):  # of the kernel and of the shell
+            serve.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+        assert (serve.wait(TIMEOUT_S / 2), serve.stderr.read()) == (0, "drained")
 
 
 # ---- Every number of every command line, and every file that a command writes, is refused before the work by its name.

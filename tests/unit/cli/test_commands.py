@@ -7,6 +7,7 @@ import gc
 import io
 import re
 import signal
+import sys
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -138,7 +139,7 @@ def test_collections_skip_the_objects_that_the_start_made(monkeypatch: pytest.Mo
     monkeypatch.setattr(gateway, "_server", lambda _, __: server)
     try:
         with pytest.raises(TandemError, match="it ends"):
-            gateway.serve_gateway(replace(config, gateway=replace(config.gateway, port=0)), [], Console(quiet=True))
+            gateway.serve_gateway(replace(config, gateway=replace(config.gateway, port=0)), [])
     finally:
         gc.unfreeze()
     assert not server.is_collected
@@ -161,7 +162,10 @@ class InterruptedServer(EndingServer):
 def test_ctrl_c_during_the_start_of_the_gateway_drains_what_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     server, config = InterruptedServer(), TandemConfig()
     monkeypatch.setattr(gateway, "_server", lambda _, __: server)
-    gateway.serve_gateway(replace(config, gateway=replace(config.gateway, port=0)), [], Console(quiet=True))
+    with open("/dev/full", "w") as full:  # no line of the gateway can be written
+        monkeypatch.setattr(sys, "stdout", full)
+        gateway.serve_gateway(replace(config, gateway=replace(config.gateway, port=0)), [])
+        monkeypatch.undo()
     assert server.has_drained
 
 
