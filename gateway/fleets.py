@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ READY_TIMEOUT_S = 2.0  # for the answer of a router about itself; beyond: reques
 NEXT_ASKED_S = 0.2  # a router or a fleet that has not said in this time whether it takes a key holds up no other
 MAX_KEYS = 1024  # keys whose fleet is known; beyond: every fleet is asked about the oldest again
 REFUSALS = (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED)
+
+logger = logging.getLogger(__name__)
 
 Asking = Callable[[], Coroutine[Any, Any, None]]
 Connect = Callable[[str], RouterCalls]  # to host:port
@@ -122,6 +125,11 @@ class RouterLink:
             self.fault = str(error)
         except TimeoutError:
             self.fault = f"no answer from {self.router.address} within {READY_TIMEOUT_S:g} s"
+        except Exception as error:  # a bug, too: else nobody would ask this router again
+            fault = f"{self.router.address} cannot be asked: {type(error).__name__}"
+            if self.fault != fault:  # it is asked several times a second
+                logger.exception("the router at %s cannot be asked for its model", self.router.address)
+            self.fault = fault
 
     async def poll_model(self) -> None:
         while True:

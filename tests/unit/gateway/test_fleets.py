@@ -31,7 +31,7 @@ class FakeRouter:
         self.address, self.fault, self.can_decode, self.awaits_prefill = address, "", True, False
         self.adapters: tuple[str, ...] = ()
         self.takes_keys: bool | None = True  # None: it does not answer
-        self.is_silent = False
+        self.is_silent = self.is_odd = False
         self.num_keys = 0  # that it was asked about
         self._model = model
         self._is_open = False
@@ -57,6 +57,8 @@ class FakeRouter:
             await asyncio.Event().wait()
         if self.fault:
             raise WorkerUnavailable(self.fault)
+        if self.is_odd:
+            raise ValueError("could not convert string to float")
         return GetModelResponse(
             name=self._model, context_length=64, can_decode=self.can_decode, adapters=self.adapters,
             awaits_prefill=self.awaits_prefill,
@@ -251,6 +253,17 @@ async def test_no_request_goes_to_a_router_that_has_fallen_silent(monkeypatch: p
         assert await fleets.fleets[0].fault() == ""
         routers["b:1"].is_silent = True
         assert await fleets.fleets[0].fault() == "no answer from a:1 within 0.05 s"
+
+
+async def test_a_router_whose_answer_cannot_be_read_is_away_until_one_can(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened() as (fleets, routers):
+        (link,) = fleets.fleets[0].links
+        routers["here:1"].is_odd = True
+        await until(lambda: link.fault == "here:1 cannot be asked: ValueError", "the router counts as away")
+        assert (await fleets.faults()) == {"served by here:1": "here:1 cannot be asked: ValueError"}
+        routers["here:1"].is_odd = False
+        await until(lambda: not link.fault, "the router is back")
+    assert caplog.text.count("cannot be asked for its model") == 1
 
 
 async def test_a_fleet_is_not_ready_without_a_decode_worker_or_before_the_prefill_worker_that_it_needs() -> None:
