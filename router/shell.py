@@ -222,9 +222,10 @@ class RouterShell:
                 self.links[action.worker_id].perform(action)
             case events.UpdatePeers(worker_id, changes):
                 self.links[worker_id].update_peers(changes)
-            case events.CancelDispatch(dispatch_id):
-                for link in self.links.values():
-                    link.cancel(dispatch_id)
+            case events.CancelDispatch(dispatch_id, only):
+                for worker_id, link in self.links.items():
+                    if not only or only == worker_id:
+                        link.cancel(dispatch_id)
             case events.Finish() | events.Fail():
                 self._end(action)
             case _:

@@ -309,9 +309,10 @@ class WithdrawOffer:
 
 @dataclass(frozen=True, slots=True)
 class CancelDispatch:
-    """Cancel the open calls of a dispatch."""
+    """Cancel the open calls of a dispatch, or of them the one to a worker."""
 
     dispatch_id: str
+    worker_id: str = ""
 
 
 class Deliver(NamedTuple):

@@ -463,8 +463,9 @@ class RouterMachine:
                 actions += self._moves.on_lost(dispatch_id, error)
                 continue
             dispatch = dispatch_of(routed)  # a move may have brought it to the worker that had computed its prompt
-            if dispatch.prefill_open and record.worker_id == dispatch.candidate.prefill_worker:
-                actions += self._on_prefill_failed(routed, error, now)
+            computes = dispatch.prefill_open and record.worker_id == dispatch.candidate.prefill_worker
+            if computes and routed.timeline.stage is Stage.DECODE:  # it is done, but for its answer
+                actions.append(events.CancelDispatch(dispatch_id, self._dispatches.end_prefill(routed)))
             else:
                 actions += self._retry(routed, error, record.worker_id, now)
         return actions

@@ -68,9 +68,10 @@ class StreamLinks:
         answer = lambda error: line.send(partial(refuse, error))  # noqa: E731
         self._to_worker[worker_id].send(partial(worker.ask, event, answer))
 
-    def cancel(self, dispatch_id: str) -> None:
+    def cancel(self, dispatch_id: str, only: str = "") -> None:
         for worker_id, worker in self._workers.items():
-            self._to_worker[worker_id].send(partial(worker.cancel, dispatch_id))
+            if not only or only == worker_id:
+                self._to_worker[worker_id].send(partial(worker.cancel, dispatch_id))
 
     def update_peers(self, worker_id: str, changes: Sequence[PeerJoined | PeerLeft]) -> None:
         for change in changes:
@@ -202,8 +203,8 @@ class BreakableLinks:
 
         self._network.line(self._router.name, worker_id).send(deliver)
 
-    def cancel(self, dispatch_id: str) -> None:
-        for key in [key for key in self._calls if key[0] == dispatch_id]:
+    def cancel(self, dispatch_id: str, only: str = "") -> None:
+        for key in [key for key in self._calls if key[0] == dispatch_id and only in ("", key[1])]:
             self._give_up(self._calls.pop(key))
 
     def _give_up(self, call: Call) -> None:

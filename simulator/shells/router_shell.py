@@ -57,7 +57,7 @@ class Links(Protocol):
 
     def ask(self, worker_id: str, event: Asked, refuse: Refuse) -> None: ...
 
-    def cancel(self, dispatch_id: str) -> None: ...
+    def cancel(self, dispatch_id: str, only: str = "") -> None: ...
 
     def update_peers(self, worker_id: str, changes: Sequence[PeerJoined | PeerLeft]) -> None: ...
 
@@ -170,8 +170,8 @@ class RouterShell:
                 note(f"router: resume {dispatch_id}")
                 self._world.counts["resumed by the router"] += 1
                 self.links.ask(worker_id, ResumeArrived(dispatch_id, transfer_id), lambda _: None)
-            case events.CancelDispatch(dispatch_id):
-                self.links.cancel(dispatch_id)
+            case events.CancelDispatch(dispatch_id, worker_id):
+                self.links.cancel(dispatch_id, worker_id)
             case events.UpdatePeers(worker_id, changes):
                 self.links.update_peers(worker_id, changes)
             case events.Deliver(request_id, index, token_ids):

@@ -276,8 +276,8 @@ def seen(action: RouterAction) -> str:
             return f"hand over {dispatch_id} {worker_id}/{ticket} {handoff.decode()} in {timeout_s:g} s"
         case events.WithdrawOffer(dispatch_id, worker_id, ticket):
             return f"withdraw {dispatch_id} {worker_id}/{ticket}"
-        case events.CancelDispatch(dispatch_id):
-            return f"cancel {dispatch_id}"
+        case events.CancelDispatch(dispatch_id, worker_id):
+            return f"cancel {dispatch_id} {worker_id}".rstrip()
         case events.Deliver(request_id, first_index, token_ids, logprobs):
             return f"deliver {request_id} {first_index}: {runs(token_ids)}{' logprobs' * bool(logprobs)}"
         case events.Finish(request_id, outcome, ended):

@@ -18,9 +18,15 @@ the loss of a prefill worker after the hand-off changes nothing
   fleet P D
   arrives r                -> decode r#1 D from P/1; prefill r#1 P for D/1
   tokens_from r#1 0 11     -> deliver r 0: 11
-  lost P                   -> peers D left P
+  lost P                   -> peers D left P; cancel r#1 P
   tokens_from r#1 1 12..14 -> deliver r 1: 12..14
   ends r#1                 -> finish r length, disaggregated, 4 tokens
+
+the loss of a prefill worker that has the only token ends its call, where the decode call has ended
+  fleet P D
+  arrives r max_tokens=1   -> decode r#1 D from P/1; prefill r#1 P for D/1
+  ends r#1
+  lost P                   -> peers D left P; cancel r#1; decode r#2 D
 
 after the loss of a decode worker another one continues at the next index
   fleet P D1 D2

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import pytest
 import pytest_asyncio
 
 from core.config import RouterConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
+from router.links.worker_link import WorkerLink
+from router.requests import events
 from router.routing.policy import SecondsPolicy
 from router.shell import RouterShell, report_interval_ms
 from runtime.rpc.security import OPEN
@@ -73,6 +76,17 @@ async def test_a_removed_worker_does_not_join_by_a_snapshot_that_arrived_before(
     await shell.set_workers([])
     assert room(shell) == {}
     assert not shell.failure.done()
+
+
+async def test_a_cancel_reaches_the_worker_that_it_names_or_each(
+    shell: RouterShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[tuple[str, str]] = []
+    monkeypatch.setattr(WorkerLink, "cancel", lambda link, name: reached.append((name, link.endpoint.service_id)))
+    await watch(shell, "p", "d")
+    shell._perform(events.CancelDispatch("r#1", "p"))
+    shell._perform(events.CancelDispatch("r#2"))
+    assert reached == [("r#1", "p"), ("r#2", "p"), ("r#2", "d")]
 
 
 async def test_a_worker_that_will_drain_gets_no_new_call(shell: RouterShell) -> None:
