@@ -17,6 +17,10 @@ class HostDied(Exception):
     """The process of a host has ended, or was ended because a call into it failed. Every later call raises this too."""
 
 
+class OtherVersion(HostDied):
+    """The process runs a version of Tandem without this call, or with other parameters of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalRank:
     """The place of a service among the services of its machine."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fleet.host.host import HostDied
+from fleet.host.host import HostDied, OtherVersion
+
+
+def begin_call(actor: Any, method: str, *arguments: Any) -> Any:
+    """For `await_actor`. Raises `OtherVersion`."""
+    try:
+        return getattr(actor, method).remote(*arguments)
+    except (AttributeError, TypeError) as error:  # Ray knows the methods of an actor and their parameters
+        raise OtherVersion(f"its version of Tandem does not take the call {method}: {error}") from error
 
 
 async def await_actor(call: Any) -> Any:

@@ -26,12 +26,12 @@ from core.service import Endpoint, FleetRouter
 from core.traffic import RouterTraffic
 from fleet.host.by_name import ByName, answer_by_name, pack
 from fleet.host.cores import cpu_quota, num_threads_for, share_of_cores, usable_cores
-from fleet.host.host import Adoption, Host, HostDied, LocalRank
+from fleet.host.host import Adoption, Host, HostDied, LocalRank, OtherVersion
 from fleet.host.kinship import are_kin
 from fleet.host.service_host import Placement, ServiceHost, StartFault
 from fleet.law.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.law.events import MachineId, Member
-from fleet.ray.calls import await_actor, log_dir
+from fleet.ray.calls import await_actor, begin_call, log_dir
 from fleet.ray.machines import host_of, leaving_machines, live_nodes, machine_here, node_here
 from fleet.ray.store import RayStore
 from fleet.ray.supervisor_control import SupervisorControl
@@ -151,42 +151,47 @@ class RayHost:
         self._actor: Any = actor or _host_actor(member, spec)
 
     async def machine(self) -> MachineId:
-        machine: MachineId = await self._finish(self._actor.machine.remote())
+        machine: MachineId = await self._ask("machine")
         return machine
 
     async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
         factory = pack(self._spec.factory(self._member.role))
-        call = self._actor.start_placed.remote(factory, address, ByName(local_rank))
-        result: Endpoint | StartFault = await self._finish(call)
+        result: Endpoint | StartFault = await self._ask("start_placed", factory, address, ByName(local_rank))
         return result
 
     async def wait(self) -> None:
-        reason = await self._finish(self._actor.wait.remote())
+        reason = await self._ask("wait")
         if reason:
             self.kill()
             raise HostDied(f"{reason}; its log is in {log_dir()}")
 
     async def drain(self, timeout_s: float) -> None:
-        await self._finish(self._actor.drain.remote(timeout_s))
+        await self._ask("drain", timeout_s)
 
     async def set_config(self, live: LiveConfig) -> None:
-        await self._finish(self._actor.set_config.remote(ByName(live)))
+        await self._ask("set_config", ByName(live))
 
     async def switch_role(self, role: ServiceRole, timeout_s: float) -> str:
-        reason: str = await self._finish(self._actor.switch_role.remote(role, timeout_s))
+        reason: str = await self._ask("switch_role", role, timeout_s)
         return reason
 
     async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
-        await self._finish(self._actor.set_fleet.remote(ByName(workers), ByName(routers)))
+        await self._ask("set_fleet", ByName(workers), ByName(routers))
 
     async def traffic(self, start_s: float) -> RouterTraffic:
-        traffic: RouterTraffic = await self._finish(self._actor.traffic.remote(start_s))
+        traffic: RouterTraffic = await self._ask("traffic", start_s)
         return traffic
 
-    async def _finish(self, call: Any) -> Any:
-        """The result of a call. A method that raises is a bug of the service, so the call also ends its process."""
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """The result of a call. A method that raises is a bug of the service, and one that the service lacks is of
+        another version, so the call also ends its process."""
         import ray
 
+        try:
+            call = begin_call(self._actor, method, *arguments)
+        except OtherVersion:
+            self.kill()
+            raise
         try:
             return await await_actor(call)
         except ray.exceptions.RayError as error:
@@ -253,7 +258,7 @@ async def _adopt(name: str, spec: FleetSpec) -> tuple[Host, Adoption] | None:
     adoption: Adoption | None = None
     with contextlib.suppress(HostDied, TimeoutError, ray.exceptions.RayError):  # a host of another version, too
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            adoption = await await_actor(actor.adopt.remote(spec.kinship, this_supervisor()))
+            adoption = await await_actor(begin_call(actor, "adopt", spec.kinship, this_supervisor()))
     if adoption is None:
         ray.kill(actor)
         return None

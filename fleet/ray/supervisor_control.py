@@ -10,8 +10,8 @@ from core.errors import InvalidRequest, WorkerUnavailable
 from core.fleet_control import ConfigChange, FleetConfig, FleetNote, FleetStatus
 from core.lifecycle import ServiceRole
 from core.service import PoolSizes
-from fleet.host.host import HostDied
-from fleet.ray.calls import await_actor
+from fleet.host.host import HostDied, OtherVersion
+from fleet.ray.calls import await_actor, begin_call
 from fleet.supervisor.refusal import Refusal
 
 CALL_TIMEOUT_S = 5.0  # a call of a router to the supervisor; beyond: UNAVAILABLE
@@ -28,45 +28,46 @@ class SupervisorControl:
     supervisor: Any  # another one after an adoption
 
     async def scale(self, sizes: PoolSizes, auto: bool = False) -> PoolSizes:
-        wanted: PoolSizes = await _answer(self.supervisor.scale.remote(sizes, auto))
+        wanted: PoolSizes = await self._ask("scale", sizes, auto)
         return wanted
 
     async def switch_role(self, slot: str, role: ServiceRole) -> PoolSizes:
-        wanted: PoolSizes = await _answer(self.supervisor.switch_role.remote(slot, role))
+        wanted: PoolSizes = await self._ask("switch_role", slot, role)
         return wanted
 
     async def status(self) -> FleetStatus:
-        status: FleetStatus = await _answer(self.supervisor.status.remote())
+        status: FleetStatus = await self._ask("status")
         return status
 
     async def config(self) -> FleetConfig:
-        config: FleetConfig = await _answer(self.supervisor.config.remote())
+        config: FleetConfig = await self._ask("config")
         return config
 
     async def apply(self, config: str, options: str, restart: bool, expected_revision: int = 0) -> ConfigChange:
-        call = self.supervisor.apply.remote(config, options, restart, expected_revision)
-        change: ConfigChange = await _answer(call, APPLY_TIMEOUT_S)
+        orders = (config, options, restart, expected_revision)
+        change: ConfigChange = await self._ask("apply", *orders, limit_s=APPLY_TIMEOUT_S)
         return change
 
     async def stop_roll(self) -> ConfigChange:
-        change: ConfigChange = await _answer(self.supervisor.stop_roll.remote())
+        change: ConfigChange = await self._ask("stop_roll")
         return change
 
     async def notes(self, limit: int, after: int) -> list[FleetNote]:
-        notes: list[FleetNote] = await _answer(self.supervisor.notes.remote(limit, after))
+        notes: list[FleetNote] = await self._ask("notes", limit, after)
         return notes
 
-
-async def _answer(call: Any, timeout_s: float = 0.0) -> Any:
-    """Raises `InvalidRequest` for a `Refusal`."""
-    limit_s = timeout_s or CALL_TIMEOUT_S
-    try:
-        async with asyncio.timeout(limit_s):
-            answer = await await_actor(call)
-    except HostDied as error:
-        raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
-    except TimeoutError as error:
-        raise WorkerUnavailable(f"the fleet's supervisor does not answer within {limit_s:g} s") from error
-    if isinstance(answer, Refusal):
-        raise InvalidRequest(answer.field, answer.message)
-    return answer
+    async def _ask(self, method: str, *arguments: Any, limit_s: float = 0.0) -> Any:
+        """Raises `InvalidRequest` for a `Refusal`."""
+        limit_s = limit_s or CALL_TIMEOUT_S
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await await_actor(begin_call(self.supervisor, method, *arguments))
+        except OtherVersion as error:
+            raise WorkerUnavailable(f"the fleet's supervisor: {error}; start `tandem serve` again") from error
+        except HostDied as error:
+            raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"the fleet's supervisor does not answer within {limit_s:g} s") from error
+        if isinstance(answer, Refusal):
+            raise InvalidRequest(answer.field, answer.message)
+        return answer

@@ -79,7 +79,7 @@ def test_a_factory_and_what_calls_take_arrive_as_they_were() -> None:
 
 @pytest.mark.parametrize(("actor", "caller"), [(HostActor, hosts), (SupervisorActor, supervisor_control)])
 async def test_calls_between_versions_answer_by_name(actor: type[Any], caller: ModuleType) -> None:
-    called = set(re.findall(r"(?:_actor|actor|supervisor)\.(\w+)\.remote\(", inspect.getsource(caller)))
+    called = set(re.findall(r"""(?:_ask\(|begin_call\(actor, )"(\w+)\"""", inspect.getsource(caller)))
     methods = {name: getattr(actor, name) for name in called if hasattr(actor, name)}
     wanted = {name for name, one in methods.items() if inspect.signature(one).return_annotation not in ("None", "str")}
     code = answer_by_name(HostActor.machine).__code__

@@ -83,15 +83,46 @@ def test_an_actor_is_named_by_its_role(monkeypatch: pytest.MonkeyPatch, role: Se
     assert (actor.__name__, issubclass(actor, HostActor)) == (name, True)
 
 
-async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor, kill = Mock(), Mock()
-    actor.adopt.remote = AsyncMock(side_effect=ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments")))
+class Refusing:
+    """The handle of an actor whose version has other calls, as Ray answers."""
+
+    def __init__(self, fault: Exception, is_late: bool) -> None:
+        self.fault, self.is_late = fault, is_late
+
+    def __getattr__(self, method: str) -> Mock:
+        if isinstance(self.fault, AttributeError):
+            raise self.fault
+        side_effect = AsyncMock(side_effect=self.fault) if self.is_late else Mock(side_effect=self.fault)
+        return Mock(remote=side_effect)
+
+
+OTHER_VERSIONS = [
+    Refusing(ray.exceptions.RaySystemError(TypeError("adopt() takes 2 arguments")), is_late=True),
+    Refusing(TypeError("too many positional arguments"), is_late=False),
+    Refusing(AttributeError("'ActorHandle' object has no attribute"), is_late=False),
+]
+
+
+@pytest.mark.parametrize("actor", OTHER_VERSIONS)
+async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch, actor: Refusing
+) -> None:
+    kill = Mock()
     monkeypatch.setattr("ray.get_actor", lambda _: actor)
     monkeypatch.setattr("ray.kill", kill)
     monkeypatch.setattr(hosts, "_names_of_hosts", lambda: ["host-decode-0"])
     monkeypatch.setattr(hosts, "this_supervisor", Mock())
     assert await hosts.find_services(SPEC) == []
     kill.assert_called_once_with(actor)
+    with pytest.raises(HostDied):
+        await RayHost(MEMBER, SPEC, actor).wait()
+    assert kill.call_count == 2
+
+
+async def test_a_router_of_a_later_version_says_what_its_supervisor_lacks() -> None:
+    for actor in OTHER_VERSIONS[1:]:
+        with pytest.raises(WorkerUnavailable, match=r"version of Tandem does not take the call notes: .*serve` again"):
+            await SupervisorControl(actor).notes(1, 0)
 
 
 async def test_a_host_that_drains_is_adopted_by_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
