@@ -10,7 +10,8 @@ that imports Ray, and Tandem asks none of them.
 No process restarts gcs_server or raylet. Without them the other processes of Ray end, but only after ten seconds
 (raylet) or a minute (gcs_server). This program reports the death at once.
 
-The parent ends everything by closing the standard input of this program, or by dying.
+The parent ends everything by closing the standard input of this program, or by dying. Below it no process hears SIGTERM
+or SIGHUP: a service manager and a shutdown of the machine send SIGTERM to every process, while the parent drains.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ctypes
 import json
 import os
 import select
+import signal
 import sys
 import time
 from typing import Any
@@ -99,6 +101,7 @@ def _kill_descendants() -> None:
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # children inherit the mask
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         node = _start(json.loads(sys.argv[1]))

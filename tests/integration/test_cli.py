@@ -212,6 +212,14 @@ async def test_a_driver_without_the_token_of_ray_cannot_join_it(served: Served) 
     assert "joined" not in out.decode()
 
 
+async def test_no_process_below_serve_hears_a_sigterm_that_all_processes_get(served: Served) -> None:
+    for child in psutil.Process(served.process.pid).children(recursive=True):
+        child.terminate()
+    async with client(served) as connection:
+        await Answer(connection, prompt_of(2), 500).right()
+    assert "wanted" in await said("scale", "--decode", "1", "--router", served.address)  # the supervisor answers
+
+
 async def test_a_second_ctrl_c_ends_every_process_at_once(served: Served) -> None:
     """Stands last: it ends the fleet of this file."""
     fleet = replace(served, family=psutil.Process(served.process.pid).children(recursive=True))
