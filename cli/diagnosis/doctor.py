@@ -75,8 +75,10 @@ def memory() -> Iterator[Finding]:
     yield judge(available >= MIN_RAM_BYTES, "memory", f"{available / GB:.1f} GB available", fix)
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
-        fix = "enlarge it (for a container: `docker run --shm-size=1g`)"
-        yield judge(free >= MIN_SHM_BYTES, "/dev/shm", f"{free / MB:.0f} MB free", fix)
+        writable = os.access("/dev/shm", os.W_OK)
+        text = f"{free / MB:.0f} MB free" + ("" if writable else ", not writable")
+        fix = "enlarge it (for a container: `docker run --shm-size=1g`)" if writable else "mount it to be written"
+        yield judge(writable and free >= MIN_SHM_BYTES, "/dev/shm", text, fix)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma, unlimited = Path("/dev/infiniband").is_dir(), locked == resource.RLIM_INFINITY
     text = ("unlimited" if unlimited else f"{locked / MB:.0f} MB") + ("" if rdma else " (this machine has no RDMA)")

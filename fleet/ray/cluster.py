@@ -37,6 +37,7 @@ from fleet.supervisor.spec import FleetSpec
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
+SHARED_MEMORY = "/dev/shm"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # close to the minimum of Ray; no request uses the object store
 JOIN_TIMEOUT_S = 5.0
 
@@ -74,7 +75,9 @@ class Cluster:
             self._entered_ray = True  # also after a failure: Ray then has threads that `close` must end
             _join(address)
         except RuntimeError as error:
-            raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
+            raise ConfigError(
+                f"Ray does not start on this machine: {error}; its logs are in {_ray_place()}/ray"
+            ) from error
 
     async def start(self, spec: FleetSpec) -> None:
         """Begin to start the fleet; `updates` reports progress.
@@ -269,14 +272,20 @@ def _require_python() -> None:
         raise ConfigError("Ray does not start without docstrings: leave PYTHONOPTIMIZE=2 and python -OO out")
 
 
+def _ray_place() -> str:
+    return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+
+
 def _require_directories() -> None:
-    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    place = _ray_place()
     if not place.isascii():
         raise ConfigError(f"Ray takes only a temporary directory with an ASCII name, not {place!r}: set RAY_TMPDIR")
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise ConfigError("the current directory was removed: change to another one") from error
+    if os.path.isdir(SHARED_MEMORY) and not os.access(SHARED_MEMORY, os.W_OK):
+        raise ConfigError(f"{SHARED_MEMORY} is not writable, and Ray needs it")
 
 
 def _require_files() -> None:
@@ -287,6 +296,11 @@ def _require_files() -> None:
         raise ConfigError(f"a process may open {most} files here, fewer than the {MIN_FILES} of a worker: `ulimit -n`")
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if largest != resource.RLIM_INFINITY and largest < OBJECT_STORE_BYTES:
+        raise ConfigError(
+            f"a file may have {largest} bytes here, fewer than the {OBJECT_STORE_BYTES} of Ray's store: `ulimit -f`"
+        )
 
 
 def _require_reachable(address: str) -> None:

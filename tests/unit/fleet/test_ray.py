@@ -27,6 +27,7 @@ from fleet.ray.hosts import HostActor, RayHost
 from fleet.ray.supervisor_control import SupervisorControl
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
+from tests.support.limits import no_file_larger_than
 
 MEMBER = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
 NO_SERVICE = Mock()  # is never started
@@ -55,6 +56,15 @@ def test_what_ray_or_a_worker_cannot_use_is_refused_before_it_starts(
     with monkeypatch.context() as optimized:
         optimized.setattr("sys.flags", Mock(optimize=2))
         with pytest.raises(ConfigError, match="PYTHONOPTIMIZE=2"):
+            begin(ClusterConfig())
+    with (
+        no_file_larger_than(1 << 20),
+        pytest.raises(ConfigError, match="a file may have 1048576 bytes here, fewer than"),
+    ):
+        begin(ClusterConfig())
+    with monkeypatch.context() as read_only:
+        read_only.setattr("os.access", lambda path, mode: (path, mode) != ("/dev/shm", os.W_OK))
+        with pytest.raises(ConfigError, match="/dev/shm is not writable"):
             begin(ClusterConfig())
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/caf\N{LATIN SMALL LETTER E WITH ACUTE}")
     with pytest.raises(ConfigError, match="set RAY_TMPDIR"):
