@@ -44,6 +44,7 @@ from runtime.shared_port import PortClaim
 
 FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
 T = TypeVar("T")
+PORT_FREE_S = 5.0  # the end of the killed routers of another fleet on the port; beyond: the fleet does not start
 
 
 class Supervisor:
@@ -89,7 +90,7 @@ class Supervisor:
         host, port = self._spec.router_host(self._here.host), self._spec.router_port
         joins = any(service.member.role is ServiceRole.ROUTER and service.machine == self._here for _, service in found)
         try:
-            self._claim = PortClaim(host, port, joins=joins)
+            self._claim = await self._claim_port(host, port, joins)
         except OSError as error:
             fault = f"cannot listen on {join_address(host, port)} ({error.strerror})"
             self._updates.add(events.FleetFailed(f"{fault}; choose another port with --port"))
@@ -106,6 +107,17 @@ class Supervisor:
         self._planning = self._spawn(
             run_planner(self._planner, self._router_hosts, self._planned_status, now, ask, self._perform)
         )
+
+    async def _claim_port(self, host: str, port: int, joins: bool) -> PortClaim:
+        """Raises `OSError`. Routers that could not be adopted listen until their processes have ended."""
+        waits_until = time.monotonic() + (0.0 if self._find_services is None else PORT_FREE_S)
+        while True:
+            try:
+                return PortClaim(host, port, joins=joins)
+            except OSError:
+                if time.monotonic() >= waits_until:
+                    raise
+            await asyncio.sleep(0.1)
 
     async def _adopt(self, found: list[tuple[Host, Adoption]]) -> None:
         services = [(one.machine, _started(one.member, one.endpoint)) for _, one in found]

@@ -19,7 +19,7 @@ from core.fleet_control import ConfigChange
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Service
 from core.traffic import RequestTotals, RouterTraffic, WorkerTraffic
-from fleet.host.host import HostDied, LocalRank
+from fleet.host.host import Adoption, Host, HostDied, LocalRank
 from fleet.host.service_host import Placement
 from fleet.law.events import (
     FleetAction,
@@ -37,7 +37,7 @@ from fleet.supervisor import leaving_machines, publishing
 from fleet.supervisor.notes import FleetUpdate
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
-from fleet.supervisor.supervisor import Supervisor
+from fleet.supervisor.supervisor import FoundServices, Supervisor
 from runtime.shared_port import PortClaim
 from tests.support.waiting import until
 from tests.unit.fleet.driving_fleet import D, P, R
@@ -120,7 +120,7 @@ class FakeHost:
 class Site:
     """A supervisor, and what its hosts and its machines do."""
 
-    def __init__(self, spec: FleetSpec) -> None:
+    def __init__(self, spec: FleetSpec, find_services: FoundServices | None = None) -> None:
         self.machine = THERE
         self.hosts: list[FakeHost] = []
         self.hang_next = False  # at its start, while Ray does not answer
@@ -135,7 +135,9 @@ class Site:
         self.services_answer = asyncio.Event()  # to `set_config`
         self.services_answer.set()
         self.leaving: Mapping[MachineId, float | None] = {}
-        self.supervisor = Supervisor(spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving)
+        self.supervisor = Supervisor(
+            spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving, find_services
+        )
 
     async def _leaving(self) -> Mapping[MachineId, float | None]:
         return self.leaving
@@ -192,7 +194,12 @@ SPEC = FleetSpec(CLUSTER, build, build, build, lambda _: "127.0.0.1", 0, 30.0, 1
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     monkeypatch.setattr(leaving_machines, "INTERVAL_S", 0.01)
     monkeypatch.setattr(shell, "INTERVAL_S", 0.01)
-    site = Site(SPEC)
+    async with serving(Site(SPEC)) as site:
+        yield site
+
+
+@contextlib.asynccontextmanager
+async def serving(site: Site) -> AsyncIterator[Site]:
     await site.supervisor.start()
     await site.comes_to_serve("router-0", "prefill-0", "decode-0")
     yield site
@@ -223,6 +230,18 @@ async def test_a_fleet_whose_port_another_fleet_has_claimed_starts_nothing() -> 
         await site.supervisor.shutdown()
         assert await site.supervisor.updates() == [FleetStopped()]
     assert not site.hosts
+
+
+async def test_a_fleet_waits_for_the_port_of_routers_that_it_could_not_adopt() -> None:
+    """`ray.kill` does not wait for the end of their processes."""
+    claim = PortClaim("127.0.0.1", 0)
+
+    async def find_services() -> list[tuple[Host, Adoption]]:
+        asyncio.get_running_loop().call_later(0.3, claim.close)
+        return []
+
+    async with serving(Site(replace(SPEC, router_port=claim.port), find_services)):
+        pass
 
 
 async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
