@@ -19,23 +19,27 @@ MAX_HEALTH_CHECKS = 4_096  # open calls of grpc.health.v1.Health/Check; beyond: 
 CHECK = f"/{HEALTH_SERVICE}/Check"
 
 
-class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # a generic class in the stubs alone
-    """Refuses calls above the limits, before their messages are read."""
+class CallLimits:
+    """Counts the open calls of a server."""
 
     def __init__(self) -> None:
         self._num_open: Counter[bool] = Counter()  # by whether they are health checks
 
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        is_check = handler_call_details.method == CHECK
-        limit = MAX_HEALTH_CHECKS if is_check else MAX_OPEN_CALLS
-        if self._num_open[is_check] >= limit:
-            return grpc.stream_stream_rpc_method_handler(_refuse)  # of any kind: it waits for no message
+    def admit(self, method: str) -> bool:
+        """Whether a new call is within its limit. Runs once a call, in the task of gRPC that ends with it."""
+        is_check = method == CHECK
+        if self._num_open[is_check] >= (MAX_HEALTH_CHECKS if is_check else MAX_OPEN_CALLS):
+            return False
         self._num_open[is_check] += 1
-        call = asyncio.current_task()  # gRPC's, which ends with the call
+        call = asyncio.current_task()
         assert call is not None
         call.add_done_callback(lambda _: self._num_open.subtract((is_check,)))
-        return await continuation(handler_call_details)
+        return True
 
 
 async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this server has too many open calls")
+
+
+# Of any kind of method: it waits for no message.
+REFUSING = grpc.stream_stream_rpc_method_handler(_refuse)

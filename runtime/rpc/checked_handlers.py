@@ -1,6 +1,6 @@
-"""Handlers that end a call whose message cannot be decoded with a typed error.
+"""Handlers that refuse a call above the limits, and end one whose message cannot be decoded with a typed error.
 
-gRPC itself answers UNKNOWN, and logs a traceback for each such message: no client may fill a log.
+For such a message gRPC itself answers UNKNOWN and logs a traceback: no client may fill a log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from core.errors import InvalidRequest, TandemError
+from runtime.rpc.call_limits import REFUSING, CallLimits
 
 Abort = Callable[[Any, TandemError], Awaitable[NoReturn]]
 
@@ -21,18 +22,18 @@ class CheckedHandlers:
     """Takes the place of a server where generated code registers a servicer."""
 
     def __init__(self, server: grpc.aio.Server, abort: Abort) -> None:
-        self._server, self._abort = server, abort
+        self._server, self._abort, self._limits = server, abort, CallLimits()
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        self._server.add_generic_rpc_handlers([_CheckedHandler(handler, self._abort) for handler in handlers])
+        self._server.add_generic_rpc_handlers([_CheckedHandler(each, self._abort, self._limits) for each in handlers])
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
         """They are those of the generic handler of this service."""
 
 
 class _CheckedHandler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # a generic class in the stubs alone
-    def __init__(self, handler: Any, abort: Abort) -> None:
-        self._handler, self._abort = handler, abort
+    def __init__(self, handler: Any, abort: Abort, limits: CallLimits) -> None:
+        self._handler, self._abort, self._limits = handler, abort, limits
         self._checked: dict[str, Any] = {}  # by method
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -41,7 +42,7 @@ class _CheckedHandler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # a ge
             if (found := self._handler.service(handler_call_details)) is None:
                 return None
             self._checked[method] = checked(found, self._abort)
-        return self._checked[method]
+        return self._checked[method] if self._limits.admit(method) else REFUSING
 
 
 def checked(handler: Any, abort: Abort) -> Any:

@@ -33,7 +33,6 @@ from core.errors import (
 )
 from core.service import join_address
 from runtime.rpc.api_keys import ApiKeys
-from runtime.rpc.call_limits import CallLimits
 from runtime.rpc.checked_handlers import CheckedHandlers, of_same_kind
 from runtime.rpc.health import HEALTH_SERVICE, HealthServicer
 from runtime.rpc.security import OPEN, Credentials, ServerRules, has_token, without_token
@@ -189,7 +188,7 @@ class GrpcServer:
         self.on_refused: Callable[[TandemError], None] = lambda _: None
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
-        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [CallLimits()]
+        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = []
         if credentials.token:
             interceptors.append(ClusterTokenInterceptor(credentials.token, rules.protected))
         if rules.api_keys:
