@@ -44,7 +44,7 @@ def _channel_credentials(config: TandemConfig) -> ClientCredentials:
 
 
 def serve_gateway(config: TandemConfig, routers: Sequence[str]) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `TandemError` if the gateway does not start."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Raises `TandemError` if the gateway does not start."""
 
     log_to_stderr(logging.WARNING)
     give_large_blocks_back()

@@ -13,7 +13,7 @@ from typing import TypeVar
 import grpc
 
 from core.errors import WorkerUnavailable
-from tandem_client import CallFailed
+from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import cluster_pb2
 
 GONE_S = 15.0  # polls without an answer of a router, longer than one call; beyond: `WorkerUnavailable`
@@ -46,6 +46,13 @@ class FleetPolls:
             return None
         self._heard_at = loop.time()
         return answer
+
+    async def fleet(self, client: AsyncClient) -> cluster_pb2.GetFleetResponse | None:
+        """As `ask`, of the fleet alone."""
+        fleet = await self.ask(client.fleet())
+        if fleet is not None:
+            self.hear(fleet)
+        return fleet
 
     def hear(self, fleet: cluster_pb2.GetFleetResponse) -> set[int]:
         """The states of the routers. One that starts may be the next to answer."""

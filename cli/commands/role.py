@@ -25,9 +25,8 @@ async def switch_role(connection: AsyncClient, slot: str, role: str, console: Co
         answer = await client.switch_role(slot, wanted_role)
         polls = FleetPolls(f"{slot} served as {role} worker")
         while True:
-            fleet = await polls.ask(client.fleet())
+            fleet = await polls.fleet(client)
             if fleet is not None:
-                polls.hear(fleet)
                 found = next((found for found in fleet.slots if found.name == slot), cluster_pb2.FleetSlot())
                 if found.state != cluster_pb2.SLOT_STATE_SWITCHING:
                     break

@@ -1,6 +1,7 @@
 """`tandem serve`: starts the fleet, prints its notices, and stops it.
 
-Ctrl-C or SIGTERM drains the fleet and exits. A second one exits at once, and fleet/ray/head.py kills what still runs.
+Ctrl-C, SIGTERM or SIGHUP drains the fleet and exits. A second Ctrl-C or SIGTERM exits at once, and fleet/ray/head.py
+kills what still runs.
 cli/diagnosis/start_checks.py runs before this module. Ray starts while this module is imported.
 """
 
@@ -156,9 +157,8 @@ async def wait_for_workers(client: AsyncClient, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                found = await polls.ask(client.fleet())
+                found = await polls.fleet(client)
                 if found is not None:
-                    polls.hear(found)
                     num_prefill = num_serving(found, worker_pb2.WORKER_ROLE_PREFILL)
                     num_decode = num_serving(found, worker_pb2.WORKER_ROLE_DECODE)
                     if num_prefill >= found.wanted_prefill and num_decode >= found.wanted_decode:

@@ -16,8 +16,8 @@ from core.config import RouterConfig, TandemConfig
 from core.errors import ConfigError, shortened
 
 LOAD_TIMEOUT_S = 25.0  # the code of an operator and its imports, below `APPLY_TIMEOUT_S`; beyond: `ConfigError`
-MAX_ERROR_BYTES = 1 << 20  # of its output; beyond: the reason of the refusal is an earlier line
-MAX_REASON_CHARS = 500  # of the fault of this code; beyond: it ends with "..."
+MAX_ERROR_BYTES = 1 << 20  # that the code of an operator prints at its load; beyond: the reason is an earlier line
+MAX_REASON_CHARS = 500  # characters of the reason why this code cannot be loaded; beyond: it ends with "..."
 
 
 def check_code(config: TandemConfig) -> None:
