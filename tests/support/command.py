@@ -117,8 +117,9 @@ async def running(*command: str, wanted: str, environment: Mapping[str, str], cw
     try:
         yield await line_with(process, wanted)
     finally:
-        family = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
-        with contextlib.suppress(ProcessLookupError):
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended
+            family = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.communicate(), PATIENCE_S)
         _, left = await asyncio.to_thread(psutil.wait_procs, family, 10)
