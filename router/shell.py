@@ -34,6 +34,8 @@ from runtime.prometheus.metrics_page import Metrics
 from runtime.rpc.security import Credentials
 from runtime.tracing.telemetry import Telemetry
 
+# Limit: the last tokens of a worker that has left, below `PUBLISH_TIMEOUT_S`; beyond: another computes what is open
+LAST_WORDS_S = 0.5
 MAX_REPORTS_PER_S = 1000  # of all workers together: less than a third of a core
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class RouterShell:
         )
         self.view = machine.view
         self.links: dict[str, WorkerLink] = {}  # by worker id
+        self._linking = asyncio.Lock()  # one list of workers at a time
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._driver: Driver[RouterEvent, RouterAction] = Driver(machine, self._perform, self._on_fatal)
         self._streams: dict[str, ChoiceStream] = {}  # open ones, by the request id of the choice
@@ -162,43 +165,53 @@ class RouterShell:
     # ---- workers
 
     async def set_workers(self, endpoints: list[Endpoint]) -> None:
-        wanted = {endpoint.service_id: endpoint for endpoint in endpoints}
-        for endpoint in endpoints:
-            if endpoint.draining:
-                self.post(events.WorkerLeaves(endpoint.service_id))
-        gone = [
-            link
-            for worker_id, link in self.links.items()
-            if worker_id not in wanted or link.endpoint.has_switched(wanted[worker_id])
-        ]
-        for link in gone:
-            link.end_watch()  # else a report that has arrived already lets the worker join again
-        # Post every loss before any link is removed: until then the machine may dispatch to one of these workers.
-        for link in gone:
-            self.post(
-                events.WorkerLost(
-                    link.endpoint.service_id, "the supervisor removed the worker, or gave it another role"
+        """Link to these workers and to no other. A worker that has left is lost once its last words have been read."""
+        async with self._linking:
+            wanted = {endpoint.service_id: endpoint for endpoint in endpoints}
+            gone = [
+                link
+                for worker_id, link in self.links.items()
+                if worker_id not in wanted or link.endpoint.has_switched(wanted[worker_id])
+            ]
+            for link in gone:
+                link.end_watch()  # else a report that has arrived already lets the worker join again
+            leaving = {endpoint.service_id for endpoint in endpoints if endpoint.draining}
+            for worker_id in leaving | {link.endpoint.service_id for link in gone}:
+                self.post(events.WorkerLeaves(worker_id))
+            self._link(wanted)
+            await asyncio.gather(*(link.until_ended(LAST_WORDS_S) for link in gone))
+            # Post every loss before any link is removed: until then the machine may dispatch to one of these workers.
+            for link in gone:
+                self.post(
+                    events.WorkerLost(
+                        link.endpoint.service_id, "the supervisor removed the worker, or gave it another role"
+                    )
                 )
-            )
-        for link in gone:
-            del self.links[link.endpoint.service_id]
+            for link in gone:
+                del self.links[link.endpoint.service_id]
+            self._link(wanted)
+            await asyncio.gather(*(link.close() for link in gone))
+
+    def _link(self, wanted: Mapping[str, Endpoint]) -> None:
+        """Make the links that are missing, and update the others, but for those to workers with another role."""
         interval_ms = report_interval_ms(len(wanted))
         for worker_id, endpoint in wanted.items():
-            if worker_id in self.links:
-                self.links[worker_id].endpoint = endpoint
-                self.links[worker_id].pace_reports(interval_ms)
-            else:
+            link = self.links.get(worker_id)
+            if link is None:
                 self.links[worker_id] = WorkerLink(
                     endpoint, self.router_id, self.post, self._is_known, self._credentials, interval_ms
                 )
-        await asyncio.gather(*(link.close() for link in gone))
+            elif not link.endpoint.has_switched(endpoint):
+                link.endpoint = endpoint
+                link.pace_reports(interval_ms)
 
     def _is_known(self, worker_id: str) -> bool:
         return self.view.worker(worker_id) is not None
 
     async def close_links(self) -> None:
         self._driver.stop()
-        await asyncio.gather(*(link.close() for link in self.links.values()))
+        async with self._linking:
+            await asyncio.gather(*(link.close() for link in self.links.values()))
 
     # ---- actions
 

@@ -72,11 +72,15 @@ class TokenStreamReader:
         self._post(events.TokenStreamLost(self._worker_id, detail))
         self._on_broken()
 
+    @property
+    def reading(self) -> list[asyncio.Task[None]]:
+        """What reads the open stream."""
+        return [] if self._reading is None else [self._reading]
+
     async def close(self) -> None:
         """Posts nothing: the caller ends the calls of this stream itself."""
         self.stream_id = 0
-        if self._reading is not None:
-            await cancel_and_wait([self._reading])
+        await cancel_and_wait(self.reading)
 
     async def _read(self, messages: Any) -> None:
         detail = "the worker ended the stream"

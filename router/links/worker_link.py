@@ -91,6 +91,12 @@ class WorkerLink:
         """Post no further event of the report stream, not even for a report that has arrived already."""
         self._watching.cancel()
 
+    async def until_ended(self, timeout_s: float) -> None:
+        """Wait until the worker has ended its calls and its token stream, as one that stops does."""
+        open_ones = [*self._calls.values(), *self._tokens.reading]
+        if open_ones:
+            await asyncio.wait(open_ones, timeout=timeout_s)
+
     async def close(self) -> None:
         updating_peers = [] if self._updating_peers is None else [self._updating_peers]
         await cancel_and_wait([self._watching, *updating_peers, *self._calls.values(), *self._short_calls])

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
+import router.shell
 from core.config import RouterConfig, TelemetryConfig
+from core.errors import WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from router.links.worker_link import WorkerLink
@@ -30,7 +32,8 @@ def endpoint(worker_id: str) -> Endpoint:
 
 
 @pytest_asyncio.fixture
-async def shell() -> AsyncIterator[RouterShell]:
+async def shell(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RouterShell]:
+    monkeypatch.setattr(router.shell, "LAST_WORDS_S", 0.01)  # the streams of a fake worker never end
     telemetry = TelemetryConfig()
     shell = RouterShell(CONFIG, SecondsPolicy(CONFIG), frozenset(), Telemetry(telemetry, "router"), OPEN, "router-0.1")
     yield shell
@@ -96,6 +99,21 @@ async def test_a_worker_that_will_drain_gets_no_new_call(shell: RouterShell) -> 
     decode.reports.put(snapshot("d"))
     await turn_the_loop()
     assert room(shell) == {"p": True, "d": False}
+
+
+async def test_a_removed_worker_is_lost_once_its_token_stream_has_ended_and_gets_no_call_until_then(
+    shell: RouterShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router.shell, "LAST_WORDS_S", 10.0)
+    (decode,) = await join(shell, "d")
+    removing = asyncio.create_task(shell.set_workers([endpoint("p")]))
+    await turn_the_loop()
+    assert room(shell) == {"d": False}
+    assert shell.links.keys() == {"d", "p"}, "a new worker waits for one that has left"
+    decode.tokens[0].put(WorkerUnavailable("the worker has stopped"))
+    await asyncio.wait_for(removing, 5)
+    assert room(shell) == {}
+    assert shell.links.keys() == {"p"}
 
 
 async def test_a_worker_with_another_role_is_lost_and_joins_again_by_its_next_snapshot(shell: RouterShell) -> None:
