@@ -22,6 +22,8 @@ from tests.support.deployment import Answer, Deployment, deploy, machine_of, mak
 from tests.support.drafts import Oracle, compute_every_guess
 from tests.support.reference import CoLocatedEngine, random_prompt
 from tests.support.steps import slow_down
+from tests.support.waiting import until
+from worker.service import WorkerService
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,6 +71,10 @@ def ask(prompt: tuple[int, ...], draw: str, **fields: Any) -> inference_pb2.Gene
 async def answer_all(deployment: Deployment, prompts: list[tuple[int, ...]], draw: str) -> list[Answer]:
     answers = await asyncio.gather(*(deployment.generate_all(ask(prompt, draw)) for prompt in prompts))
     return [answer for (answer,) in answers]
+
+
+def busy_of(deployment: Deployment) -> list[WorkerService]:
+    return [worker for worker in deployment.decode if worker._view.load.num_calls]
 
 
 def check_drafts(answer: Answer, *, num_right: int = 1) -> None:
@@ -141,7 +147,9 @@ async def test_a_stream_whose_worker_dies(
             assert len(response.tokens.logprobs) == len(response.tokens.token_ids)
             if num_delivered and len(answer.token_ids) >= num_delivered:
                 num_delivered = 0
-                (busy,) = [worker for worker in deployment.decode if worker._view.load.num_calls]
+                # the first token may overtake the call of the decode worker
+                await until(lambda: busy_of(deployment), "a decode worker has the call")
+                (busy,) = busy_of(deployment)
                 await busy.stop()
         assert answer.token_ids == tokens
         assert answer.finished.attempts == 2
