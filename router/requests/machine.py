@@ -51,6 +51,8 @@ from router.routing.question import Candidate, Policy
 from router.routing.worker_record import WorkerRecord
 from router.routing.workers import NOT_TIMED, WorkerTable
 
+# Limit: the answer of a prefill worker, with its usage, behind the last token; beyond: the request ends without
+LATE_PREFILL_S = 0.5
 MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; beyond: retried elsewhere
 
 
@@ -75,7 +77,7 @@ class RouterMachine:
         self._moves = OpenMoves(self.workers, self._dispatches)
         self._queue = DispatchQueue(self.workers)
         self._liveness = WorkerLiveness(self.workers, router_id)
-        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "retry" | "tokens", id)
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # (kind, as in `_on_tick`, and id)
         self._num_arrived = 0
         self._num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
         counts = self._num_retries, self._moves.outcomes
@@ -193,7 +195,7 @@ class RouterMachine:
     def _on_prefill_failed(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
         prefill_worker = self._dispatches.end_prefill(routed)
         if routed.timeline.stage is Stage.DECODE:
-            return []  # the decode worker has the KV and sent the first token, so the prefill worker is done
+            return self._finish_if_complete(routed, now)  # the decode worker has the KV, and the first token
         return self._retry(routed, error, prefill_worker, now)
 
     def _on_step_tokens(self, event: events.StepTokens, now: float) -> list[RouterAction]:
@@ -283,7 +285,7 @@ class RouterMachine:
     # ---- ends and retries of requests
 
     def _finish_if_complete(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """Finish when the decode call has returned, its tokens have arrived, and so has the first token."""
+        """Finish when both calls have returned, or the prefill call is late, and all tokens have arrived."""
         dispatch = routed.dispatch
         if dispatch is None or dispatch.decode is None:
             return []
@@ -293,7 +295,11 @@ class RouterMachine:
         self._deadlines.cancel(("tokens", routed.request_id))
         self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
         if len(routed.delivered) >= dispatch.first_index + dispatch.decode.num_tokens and not routed.early_tokens:
-            return self._finish(routed, dispatch.decode.finish_reason, now)
+            if not dispatch.prefill_open:
+                return self._finish(routed, dispatch.decode.finish_reason, now)
+            self._deadlines.cancel(("request", routed.request_id))  # nothing can fail any more
+            self._deadlines.set(("prefill", routed.request_id), min(now + LATE_PREFILL_S, routed.deadline))
+            return []
         if dispatch.prefill_open:
             return []  # the first token is still to come from the prefill worker
         missing = TransferFailed(f"both calls ended without token {len(routed.delivered)}")
@@ -357,6 +363,7 @@ class RouterMachine:
 
     def _end_dispatch(self, routed: RoutedRequest, error: TandemError | None, now: float) -> list[RouterAction]:
         self._deadlines.cancel(("tokens", routed.request_id))
+        self._deadlines.cancel(("prefill", routed.request_id))
         actions = self._moves.end(routed, now)
         routed.record_attempt(error, now)
         return actions + self._dispatches.end(routed)
@@ -387,6 +394,10 @@ class RouterMachine:
                 continue
             if kind == "tokens":
                 actions += self._retry_without_tokens(routed, now)
+            elif kind == "prefill":
+                decode = dispatch_of(routed).decode
+                assert decode is not None
+                actions += self._finish(routed, decode.finish_reason, now)
             elif kind == "request":
                 stage = routed.timeline.stage.value
                 actions += self._fail(routed, DeadlineExceeded(f"the deadline passed in stage {stage}"), now)
@@ -466,6 +477,7 @@ class RouterMachine:
             computes = dispatch.prefill_open and record.worker_id == dispatch.candidate.prefill_worker
             if computes and routed.timeline.stage is Stage.DECODE:  # it is done, but for its answer
                 actions.append(events.CancelDispatch(dispatch_id, self._dispatches.end_prefill(routed)))
+                actions += self._finish_if_complete(routed, now)
             else:
                 actions += self._retry(routed, error, record.worker_id, now)
         return actions

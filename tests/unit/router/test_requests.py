@@ -184,6 +184,34 @@ a late answer of the prefill worker is not the fault of the decode worker
   prefilled r#1 11 logprob=-0.5 -> deliver r 0: 11..14 logprobs
                                 -> finish r length, disaggregated, 4 tokens, first token 5.1, prefill 5.1
 
+the end waits half a second for the answer of the prefill worker, which has the cached tokens
+  fleet P D
+  arrives r                         -> decode r#1 D from P/1; prefill r#1 P for D/1
+  tokens_from r#1 0 11..14          -> deliver r 0: 11..14
+  ends r#1 cached_tokens=8
+  prefilled r#1 11 cached=4         -> finish r length, disaggregated, 4 tokens, cached 4
+  arrives late                      -> decode late#1 D from P/2; prefill late#1 P for D/2
+  tokens_from late#1 0 21..24       -> deliver late 0: 21..24
+  ends late#1
+  time 0.4
+  time 0.2                          -> cancel late#1; finish late length, disaggregated, 4 tokens, decode 0.5
+  # The deadline of the request cannot fail it any more.
+  arrives short timeout_s=0.3       -> decode short#1 D from P/3 in 0.3 s; prefill short#1 P for D/3 in 0.3 s
+  tokens_from short#1 0 31..34      -> deliver short 0: 31..34
+  ends short#1
+  time 0.4                          -> cancel short#1; finish short length, disaggregated, 4 tokens, decode 0.3
+  counts                            -> queued 0; in flight 0; deadlines 0
+
+the end does not wait for a prefill worker that fails or is lost
+  fleet P D
+  arrives a                         -> decode a#1 D from P/1; prefill a#1 P for D/1
+  arrives b                         -> decode b#1 D from P/2; prefill b#1 P for D/2
+  step a#1:0:11 a#1:1:12 b#1:0:21 b#1:1:22 -> deliver a 0: 11 12; deliver b 0: 21 22
+  ends a#1 num_tokens=2
+  ends b#1 num_tokens=2
+  prefill_error a#1 WorkerUnavailable reset -> finish a length, disaggregated, 2 tokens
+  lost P                            -> peers D left P; cancel b#1 P; finish b length, disaggregated, 2 tokens
+
 a lost stream sends every request with tokens to come to another worker
   fleet D1
   arrives a max_tokens=2 -> decode a#1 D1
@@ -209,6 +237,7 @@ def test_the_prediction_is_that_of_the_dispatch_before_the_first_token() -> None
     router.reports("P2")
     router.reports("D")
     router.tokens_from("r#3", 1, "12..14")
+    router.prefilled("r#3", 11)
     router.ends("r#3")
     (finish,) = router.of(events.Finish)
     assert (finish.outcome.attempts, finish.outcome.first_token_s) == (3, 3.0)
