@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -81,6 +82,8 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
         over, late = asyncio.Event(), list[Stream]()
         loading = asyncio.create_task(load(deployment.inference, over, late))
 
+        endpoints = [replace(deployment.endpoints[id(each)], draining=each in leaving) for each in deployment.workers]
+        await deployment.router.set_workers(endpoints)  # first, as a supervisor: else they refuse late calls
         draining = asyncio.gather(*(worker.drain(PATIENCE_S) for worker in leaving))
         known = deployment.router._shell.view
         names = {deployment.id_of(worker) for worker in leaving}
@@ -181,7 +184,7 @@ async def test_streams_that_are_left_after_the_drain_of_a_router_end_with_a_stat
         slow_down(deployment.decode[0], 0.01)
         bystander = await Stream(other.inference, prompt_of(1), 120).reach(2)
         stream = await Stream(deployment.inference, prompt_of(2), 1000).reach(2)
-        await deployment.router.drain(1.0)
+        await deployment.router.drain(3.0)
         await deployment.router.stop()
         await stream.typed(grpc.StatusCode.UNAVAILABLE)
         assert stream.num_tokens > 10, "the stream had no time of its own"
