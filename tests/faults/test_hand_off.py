@@ -44,7 +44,7 @@ async def test_an_error_at_the_nth_operation_for_every_n(fabric: MemoryFabric, e
     """N = 1, 2, 3, ... in a fresh deployment each, until a request passes without meeting its error."""
     met = 0
     for nth in range(1, 40):
-        async with deploy(fault_config(lease_s=0.4)) as deployment:
+        async with deploy(fault_config()) as deployment:
             fabric.fail_operation(nth, error(f"operation {nth}"))
             before = fabric.faults_done["fail"]
             await Stream(deployment.inference, FIRST, num_output=6).right()
