@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tandem_client.stubs import inference_pb2
+from tandem_client.stubs import cluster_pb2, inference_pb2
 from tests.integration.transfer_owner_process import real_transport
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet, FleetProcess
@@ -69,19 +69,19 @@ def bytes_pulled(fleet: Fleet, but: FleetProcess) -> int:
     return sum(int(service.load.transferred_bytes) for service in fleet.pool("decode") if service is not but)
 
 
-async def only_busy(fleet: Fleet, role: str, stream: Stream, but: FleetProcess | None = None) -> FleetProcess | None:
-    """The worker of this role that has a sequence or a transfer of `stream`, other than `but`. None if the stream has
-    ended before that was seen."""
+async def called(fleet: Fleet, role: str, but: FleetProcess | None = None) -> list[FleetProcess]:
+    """The workers of this role, other than `but`, that have a call now. The router knows; the loads may be older."""
+    workers = (await fleet.cluster.GetFleet(cluster_pb2.GetFleetRequest())).workers
+    names = {worker.worker_id for worker in workers if worker.num_dispatched}
+    return [found for found in fleet.pool(role) if found is not but and found.endpoint.service_id in names]
 
-    def busy() -> list[FleetProcess]:
-        return [
-            service
-            for service in fleet.pool(role)
-            if service is not but and (service.load.num_running or service.load.num_transfers)
-        ]
 
-    await until(lambda: busy() or stream.ended, f"a {role} worker is busy")
-    return next(iter(busy()), None)
+async def only_called(fleet: Fleet, role: str, stream: Stream, but: FleetProcess | None = None) -> FleetProcess | None:
+    """The worker of this role that has the call of `stream`. None if the stream has ended before that was seen."""
+    while not stream.ended:
+        for found in await called(fleet, role, but):
+            return found
+    return None
 
 
 each_transport = pytest.mark.parametrize("transport", ["nixl", "ucxx"])
@@ -114,14 +114,15 @@ class Scene:
         """Start both streams. False if one has ended before it was seen on its workers."""
         self.fleet = fleet
         self.stream = self.bystander = await Stream(fleet.inference, prompt_of(seed + 1, 30), 80).reach(2)
-        elsewhere = await only_busy(fleet, "decode", self.bystander)
+        elsewhere = await only_called(fleet, "decode", self.bystander)
         if elsewhere is None:
             return False
-        await until(lambda: not any(s.load.num_transfers for s in fleet.pool("prefill")), "its hand-off is over")
+        while await called(fleet, "prefill"):
+            pass  # the answer to the bystander's call is on its way
         self.pulled_before = bytes_pulled(fleet, elsewhere)
         self.stream = Stream(fleet.inference, prompt_of(seed, 180), NUM_OUTPUT)
-        prefill = await only_busy(fleet, "prefill", self.stream)
-        decode = await only_busy(fleet, "decode", self.stream, but=elsewhere)
+        prefill = await only_called(fleet, "prefill", self.stream)
+        decode = await only_called(fleet, "decode", self.stream, but=elsewhere)
         if prefill is None or decode is None:
             return False
         self.elsewhere, self.prefill, self.decode = elsewhere, prefill, decode
