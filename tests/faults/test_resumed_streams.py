@@ -102,6 +102,15 @@ def read_blocking(addresses: list[str], prompt: Prompt, into: Read) -> None:
             into.take(response)
 
 
+async def knows_the_caches(scene: Scene, prompts: list[Prompt]) -> None:
+    """The other router has the reports of the blocks of these prompts."""
+    async with asyncio.timeout(TIMEOUT_S), AsyncClient(scene.addresses[1]) as client:
+        for prompt in prompts:
+            wanted = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+            while max(way.cached_tokens for way in (await client.explain(long_request(prompt))).candidates) < wanted:
+                await asyncio.sleep(0.01)
+
+
 async def test_streams_of_a_killed_router_go_on_at_the_other_one_with_at_most_one_block_computed_again(
     scene: Scene,
 ) -> None:
@@ -111,6 +120,7 @@ async def test_streams_of_a_killed_router_go_on_at_the_other_one_with_at_most_on
         blocking = asyncio.to_thread(read_blocking, scene.addresses, reads[0].prompt, reads[0])
         reading.append(asyncio.create_task(blocking))
         await until(lambda: all(len(each.token_ids) >= 5 for each in reads), "all streams run")
+        await knows_the_caches(scene, [each.prompt for each in reads])
         assert not any(each.end for each in reads), "a stream had ended: nothing was tested"
         await scene.fleet.kill("router-0")
         await asyncio.gather(*reading)
