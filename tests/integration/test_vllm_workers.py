@@ -30,7 +30,7 @@ from vllm_worker.fake_engine import ADAPTERS, FakeEngine
 PROMPT = list(range(1, 41))
 
 
-@pytest.mark.parametrize(("have_agents", "lengths"), [(False, (12,)), (True, (1, 2, 12))])
+@pytest.mark.parametrize(("have_agents", "lengths"), [(False, (12,)), (True, (2, 12))])
 async def test_two_pools_give_the_tokens_of_one_engine(have_agents: bool, lengths: tuple[int, ...]) -> None:
     """Engines with agents get both calls at once, and the first token is the owner's."""
     requests = list(itertools.product((1, 15, 16, 17, 40), lengths, (None, 5)))
@@ -47,6 +47,8 @@ async def test_two_pools_give_the_tokens_of_one_engine(have_agents: bool, length
             fleet.engines["decode-0"].loses_loads = True
             answer = await fleet.generate([*PROMPT, 7], 12)
             assert (answer.token_ids, answer.num_attempts) == (expected([*PROMPT, 7], 12), 1)
+            # The decode call may be cancelled on its way. Then the offer stays until its lease ends, which fakes lack.
+            assert (await fleet.generate([*PROMPT, 8], 1)).token_ids == expected([*PROMPT, 8], 1)
 
 
 async def test_turn_two_reads_the_history_from_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ async def test_a_drained_worker_finishes_its_streams_or_moves_them(have_agents: 
         decoding = [fleet.engines[name] for name in ("decode-0", "decode-1")]
         await until(lambda: sum(engine.num_decoding for engine in decoding) == 6, "all requests are in decode")
         assert decoding[0].num_decoding
-        await fleet.services["decode-0"].drain(10.0)
+        await fleet.services["decode-0"].drain(60.0)
         assert not fleet.engines["decode-0"].num_open
         answers = await asyncio.gather(*calls)
         assert [answer.token_ids for answer in answers] == [expected([*PROMPT, place], 400) for place in range(6)]
