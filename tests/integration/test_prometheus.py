@@ -32,6 +32,7 @@ from simulator.advice.goodput import Load
 from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
 from tests.support.observability import FOLDER, RULES, compared, read_yaml, rules, targets
 from tests.support.ports import kept_port
+from tests.support.steps import Gate
 from tests.support.waiting import until
 from worker.service import WorkerService
 
@@ -148,11 +149,14 @@ async def send_requests_of_all_kinds(deployment: Deployment) -> None:
     await deployment.generate(text=prompt, max_tokens=6, user="somebody", temperature=1.0)
     with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
         await deployment.generate(text=prompt, temperature=-1)
+    gate = Gate(deployment.decode[0])
+    gate.close()  # so that the queue stays full
     many = asyncio.create_task(deployment.generate_all(make_request(text=prompt, max_tokens=8, n=MAX_CHOICES)))
     shell = deployment.router._shell
     await until(lambda: shell.view.num_queued, "choices wait in the router", DEADLINE_S)
     with pytest.raises(grpc.aio.AioRpcError, match="max_queued"):
         await deployment.generate(text="finds the queue full")
+    gate.open()
     assert len(await many) == MAX_CHOICES
 
 
