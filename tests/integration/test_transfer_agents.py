@@ -25,7 +25,7 @@ from tests.integration.transfer_owner_process import host_pool
 from tests.integration.transfer_worker import LAYOUT, PATIENCE_S, TRANSFER_ID, HandOff, Kind, run_until_results
 from tests.support.transfer_worker import OpenTransport, TransferWorker
 
-CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=0.3)
+CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=20.0)  # a busy machine is no broken path
 
 
 def hand_off_over(open_transport: OpenTransport) -> HandOff:
