@@ -60,10 +60,12 @@ async def test_each_pool_lands_on_its_own_machine_and_outlives_its_driver_until_
             psutil.Process(first["decode-0"]).kill()  # type: ignore[arg-type]
             again = await journal.wait_for(name="decode-0", event="started")
             await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])
+            earlier_starts = [journal.started[name] for name in HOSTS]
         async with driver(cluster, path, KINSHIP="another", ADOPTION_S="4"):
-            second = {name: journal.started[name]["pid"] for name in HOSTS}
-            assert not set(second.values()) & {*first.values(), again["pid"]}, "services of another config are ended"
-            services = [psutil.Process(pid) for pid in second.values()]  # type: ignore[arg-type]
+            # The line "ready" may overtake their messages.
+            second = [(await journal.start_after(start))["pid"] for start in earlier_starts]
+            assert not {*second} & {*first.values(), again["pid"]}, "services of another config are ended"
+            services = [psutil.Process(pid) for pid in second]  # type: ignore[arg-type]
         _, left = await asyncio.to_thread(psutil.wait_procs, services, 1)
         assert len(left) == 3, "they wait for a driver"
         _, left = await asyncio.to_thread(psutil.wait_procs, services, 40)
