@@ -11,10 +11,12 @@ import pytest
 import pytest_asyncio
 
 from core.scheduling.block_pool import Column
+from core.step import StepOutput
 from tandem_client.stubs import inference_pb2
-from tests.support.deployment import Deployment, deploy, make_request, tiny_config
+from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
 from tests.support.faults import Stream, fault_config, prompt_of
 from tests.support.reference import CoLocatedEngine, random_prompt
+from tests.support.steps import runner_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -74,7 +76,7 @@ async def test_concurrent_mixed_requests_do_not_disturb_each_other(
 
 
 async def test_the_prompt_of_several_choices_moves_once_and_is_held_once(
-    deployment: Deployment, engine: CoLocatedEngine
+    deployment: Deployment, engine: CoLocatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_prompt, num_output = 1000, 24
     prompt = random_prompt(num_prompt, seed=8)
@@ -82,12 +84,21 @@ async def test_the_prompt_of_several_choices_moves_once_and_is_held_once(
     token_ids: list[list[int]] = [[] for _ in range(4)]
     ends: dict[int, inference_pb2.Finished] = {}
     held = 0
+    pool, runner = machine_of(deployment.decode[0]).core.pool, runner_of(deployment.decode[0])
+    collect = runner.collect
+
+    def note_held() -> StepOutput:
+        nonlocal held
+        held = max(held, pool.ledger()[Column.HELD])  # at each step: messages may come after the last one
+        output: StepOutput = collect()
+        return output
+
+    monkeypatch.setattr(runner, "collect", note_held)
     async for response in deployment.inference.Generate(request, timeout=60):
         if response.HasField("finished"):
             ends[response.finished.choice] = response.finished
         else:
             token_ids[response.tokens.choice] += response.tokens.token_ids
-            held = max(held, deployment.ledgers()[1][Column.HELD])
     first, *others = (ends[choice] for choice in range(4))
     assert first.transferred_bytes == -(-num_prompt // BLOCK) * engine.runner.layout.block_bytes
     for end in others:
