@@ -62,7 +62,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 # Bounded by label sets, by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number
-# of workers, or by the members of an enum. The heap of deadlines has at most 64 entries more than twice the deadlines.
+# of workers and routers, or by the members of an enum. The heap of deadlines has at most 64 entries more than twice the
+# deadlines.
 BOUNDED = (
     "runtime.prometheus.metric_series.",
     "core.scheduling.block_pool.",
@@ -78,6 +79,11 @@ BOUNDED = (
     "kv_transfer.protocol.owner.Owner._ended",
     "kv_transfer.protocol.puller.Puller._ended",
     "core.step.",
+    # Of each worker, its last report; the first one is of another class, and names no router.
+    "router.requests.events.WorkerReported",
+    "core.scheduling.worker_load.WorkerChanges",
+    "core.scheduling.worker_load.WorkerLoad.router_calls",
+    "core.scheduling.worker_load.RouterCalls",
     "worker.core.StepTimes.",
     "core.cost.step_cost_fit.StepCostFit._bins",
     "core.cost.step_cost.StepCost",
