@@ -176,7 +176,7 @@ async def test_a_second_ctrl_c_ends_the_command_before_its_open_streams() -> Non
 async def test_a_least_interval_joins_tokens_into_fewer_events() -> None:
     num_events = {}
     async with deploy(tiny_config()) as deployment:
-        slow_down(deployment.decode[0], 0.005)
+        slow_down(deployment.decode[0], 0.03)
         for interval_ms in (0, 60_000):
             config = GatewayConfig(min_interval_ms=interval_ms)
             async with serving_gateway(Fleets([deployment.router.calls]), config) as url:
