@@ -16,7 +16,7 @@ from tests.support.steps import Gate, runner_of, slow_down
 from tests.support.waiting import until
 from worker.service import WorkerService
 
-NUM_OUTPUT = 100  # a second at least, where steps are slowed down to 10 ms
+NUM_OUTPUT = 300  # three seconds at least, where steps are slowed down to 10 ms
 
 
 async def lost(deployment: Deployment, victim: WorkerService) -> None:
