@@ -39,6 +39,7 @@ NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
 SHARED_MEMORY = "/dev/shm"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # close to the minimum of Ray; no request uses the object store
+LOG_BYTES = 1 << 20  # more than the logs of Ray take while it starts
 JOIN_TIMEOUT_S = 5.0
 
 MIN_FILES = 256  # that a process may open, connections included; fewer: `ConfigError`
@@ -194,11 +195,13 @@ def begin(config: ClusterConfig) -> Cluster:
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    _require_directory()
     if config.address:
         _require_reachable(config.address)
         return Cluster(config.address)
     _require_python()
-    _require_directories()
+    _require_loopback()
+    _require_room()
     _require_files()
     _require_ray_token()
     names = filter(None, (config.prefill_resource, config.decode_resource, config.router_resource))
@@ -264,7 +267,14 @@ def _require_ray_token() -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-# The next three raise `ConfigError` where Ray or a worker would fail later, without a word about the reason.
+# The next six raise `ConfigError` where Ray or a worker would fail later, without a word about the reason.
+
+
+def _require_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current directory was removed: change to another one") from error
 
 
 def _require_python() -> None:
@@ -272,18 +282,29 @@ def _require_python() -> None:
         raise ConfigError("Ray does not start without docstrings: leave PYTHONOPTIMIZE=2 and python -OO out")
 
 
+def _require_loopback() -> None:
+    """A machine may have IPv6 alone, and a container no interface that is up."""
+    try:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+    except OSError as error:
+        raise ConfigError(f"no program can listen on 127.0.0.1 here, as workers do ({error.strerror})") from error
+
+
 def _ray_place() -> str:
-    return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # as Ray finds it
 
 
-def _require_directories() -> None:
+def _require_room() -> None:
     place = _ray_place()
     if not place.isascii():
         raise ConfigError(f"Ray takes only a temporary directory with an ASCII name, not {place!r}: set RAY_TMPDIR")
     try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise ConfigError("the current directory was removed: change to another one") from error
+        os.makedirs(place, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place) as logs:
+            os.posix_fallocate(logs.fileno(), 0, LOG_BYTES)
+    except OSError as error:
+        raise ConfigError(f"Ray cannot write its logs into {place} ({error.strerror}): set RAY_TMPDIR") from error
     if os.path.isdir(SHARED_MEMORY) and not os.access(SHARED_MEMORY, os.W_OK):
         raise ConfigError(f"{SHARED_MEMORY} is not writable, and Ray needs it")
 

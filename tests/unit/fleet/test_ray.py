@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -66,6 +67,15 @@ def test_what_ray_or_a_worker_cannot_use_is_refused_before_it_starts(
         read_only.setattr("os.access", lambda path, mode: (path, mode) != ("/dev/shm", os.W_OK))
         with pytest.raises(ConfigError, match="/dev/shm is not writable"):
             begin(ClusterConfig())
+    with monkeypatch.context() as without_ipv4:
+        without_ipv4.setattr("socket.socket.bind", Mock(side_effect=OSError(errno.EADDRNOTAVAIL, "no such address")))
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1 here, as workers do \(no such address\)"):
+            begin(ClusterConfig())
+    with (
+        no_file_larger_than(1 << 19),
+        pytest.raises(ConfigError, match=r"its logs into /.*\(File too large\)"),
+    ):
+        begin(ClusterConfig())
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/caf\N{LATIN SMALL LETTER E WITH ACUTE}")
     with pytest.raises(ConfigError, match="set RAY_TMPDIR"):
         begin(ClusterConfig())
@@ -73,8 +83,9 @@ def test_what_ray_or_a_worker_cannot_use_is_refused_before_it_starts(
     (tmp_path / "removed").mkdir()
     monkeypatch.chdir(tmp_path / "removed")
     (tmp_path / "removed").rmdir()
-    with pytest.raises(ConfigError, match="the current directory was removed"):
-        begin(ClusterConfig())
+    for address in ("", "127.0.0.1:9"):
+        with pytest.raises(ConfigError, match="the current directory was removed"):
+            begin(ClusterConfig(address=address))
 
 
 @pytest.mark.parametrize(
