@@ -9,6 +9,7 @@ removes token files of killed fleets. Every other user gives a config file (`--c
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -64,13 +65,29 @@ def check_token_stays(given: SecurityConfig, credentials: Credentials) -> str:
 def client_of(address: str, credentials: Credentials) -> AsyncClient:
     """The client of a command. Its API key comes from the environment, which other users of the machine cannot read."""
     return AsyncClient(
-        address,
+        address.replace("[::]", "127.0.0.1"),  # a machine without IPv6 serves [::], too
         ClientCredentials(
             credentials.token, credentials.cert, credentials.key, credentials.ca, credentials.server_name,
             os.environ.get(API_KEY_VARIABLE, ""),
         ),
         NO_RETRY,
     )  # fmt: skip
+
+
+def check_token_files() -> None:
+    """Raises `ConfigError` if `token_file` could write none, before a fleet starts."""
+    directory = default_cache_dir() / "tokens"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, "not writable")
+    except OSError as error:
+        raise _unwritten(directory, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> ConfigError:
+    why = f"cannot write {path} ({error.strerror})"
+    return ConfigError(f"{why}; `tandem scale` needs it: set [security] cluster_token_file")
 
 
 @contextlib.contextmanager
@@ -93,9 +110,7 @@ def token_file(address: str, token: str) -> Iterator[None]:
             _lock(descriptor, fcntl.LOCK_EX)
             os.write(descriptor, token.encode("ascii"))
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path} ({error.strerror}); `tandem scale` needs it: set [security] cluster_token_file"
-        ) from error
+        raise _unwritten(path, error) from error
     try:
         yield
     finally:

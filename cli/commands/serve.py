@@ -20,7 +20,7 @@ from cli import compose
 from cli.commands.fleet_polls import FleetPolls
 from cli.commands.pull import pull_if_listed
 from cli.config_file import Flags, config_of, set_by_flags
-from cli.credentials import client_of, token_file, with_cluster_token
+from cli.credentials import check_token_files, client_of, token_file, with_cluster_token
 from cli.diagnosis.start_checks import check_named
 from cli.diagnosis.vllm_environment import python_of, torch_version, variables
 from cli.http_port import claimed_port, gateway_line
@@ -226,6 +226,8 @@ def serve(config: TandemConfig, flags: Flags, cluster: Cluster, console: Console
     secured = with_cluster_token(config)
     credentials = load_credentials(secured.security)
     generated_token = "" if read_token(config.security) else credentials.token
+    if generated_token:
+        check_token_files()
 
     async def main(spec: FleetSpec) -> None:
         show = print_notice

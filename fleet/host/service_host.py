@@ -48,8 +48,7 @@ class Placement:
 # thread of the step waits that long for the interpreter: with 32 streams, a twelfth of a step.
 SWITCH_INTERVAL_S = 1e-4
 
-# A server that listens on every address of its machine -> the loopback address where the same machine reaches it.
-LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+EVERY_ADDRESS = ("0.0.0.0", "[::]")  # of a machine, which reaches such a server on 127.0.0.1, also without IPv6
 
 # A module-level function, or a functools.partial of one, because it is pickled by name.
 ServiceFactory = Callable[[Placement], Service]
@@ -64,9 +63,9 @@ class StartFault:
 def reachable(endpoint: Endpoint, host: str) -> Endpoint:
     """A worker's endpoint as routers dial it; `host` as in `Placement`. Clients see a router's as configured."""
     listening, _, port = endpoint.address.rpartition(":")
-    if endpoint.role is ServiceRole.ROUTER or listening not in LOOPBACK_OF:
+    if endpoint.role is ServiceRole.ROUTER or listening not in EVERY_ADDRESS:
         return endpoint
-    return replace(endpoint, address=join_address(host or LOOPBACK_OF[listening], port))
+    return replace(endpoint, address=join_address(host or "127.0.0.1", port))
 
 
 class ServiceHost:

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
+from cli.commands.serve import serve
 from cli.credentials import check_token_stays, client_of, find_credentials, token_file, with_cluster_token
-from core.config import MIN_TOKEN_CHARS, SecurityConfig, TandemConfig
+from core.config import MIN_TOKEN_CHARS, EngineConfig, SecurityConfig, TandemConfig
 from core.errors import ConfigError
 from runtime.rpc.security import OPEN
 
@@ -121,6 +124,10 @@ def test_the_error_for_an_unwritable_token_file_names_the_option_that_helps(tmp_
     (tmp_path / "cache").write_text("a file, not a directory")
     with pytest.raises(ConfigError, match=r"cannot write .*cluster_token_file"), token_file(ROUTER, TOKEN):
         raise AssertionError("unreachable")
+    cluster = Mock()
+    with pytest.raises(ConfigError, match=r"cannot write .*cluster_token_file"):
+        serve(replace(TandemConfig(), engine=EngineConfig(model="fake:tiny")), {}, cluster, Console())
+    cluster.join.assert_not_called()
 
 
 def test_the_config_file_overrides_the_token_file(tmp_path: Path) -> None:
@@ -129,6 +136,11 @@ def test_the_config_file_overrides_the_token_file(tmp_path: Path) -> None:
     config.write_text(f'[security]\ncluster_token_file = "{tmp_path / "token"}"\n')
     with token_file(ROUTER, TOKEN):
         assert find_credentials(config, ROUTER).token == "the-token-in-the-file"
+
+
+def test_a_command_reaches_a_router_on_every_address_also_without_ipv6() -> None:
+    assert client_of("[::]:50051", OPEN).address == ROUTER
+    assert client_of("[::1]:50051", OPEN).address == "[::1]:50051"
 
 
 def test_the_api_key_of_a_command_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
