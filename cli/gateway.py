@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from gateway.fleets import Fleets
 from gateway.router_calls import RouterCalls
 from gateway.server import HttpServer
 from runtime.large_blocks import give_large_blocks_back
+from runtime.line_writer import LineWriter
 from runtime.log_lines import log_to_stderr
 from runtime.rpc.security import load_credentials
 from tandem_client import Credentials as ClientCredentials
@@ -46,7 +48,7 @@ def _channel_credentials(config: TandemConfig) -> ClientCredentials:
 def serve_gateway(config: TandemConfig, routers: Sequence[str]) -> None:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. Raises `TandemError` if the gateway does not start."""
 
-    log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING, LineWriter(sys.stderr))
     give_large_blocks_back()
 
     async def main(config: TandemConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from core.plain_text import escaped
+from runtime.line_writer import LineWriter
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_CHARS = 20_000  # characters of a record of the log, which may have a traceback; beyond: the middle is cut
@@ -21,8 +22,8 @@ class LogLines(logging.Formatter):
         return escaped(text, "\n").replace("\n", "\n  ")
 
 
-def log_to_stderr(level: int) -> None:
-    """Does nothing if the process logs already."""
-    handler = logging.StreamHandler()
+def log_to_stderr(level: int, stream: LineWriter | None = None) -> None:
+    """`stream`: in place of stderr itself. Does nothing if the process logs already."""
+    handler: logging.Handler = logging.StreamHandler(stream)
     handler.setFormatter(LogLines(FORMAT))
     logging.basicConfig(handlers=[handler], level=level)

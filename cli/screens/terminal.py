@@ -6,8 +6,7 @@ would be obeyed. What has a style is a `rich.text.Text`.
 
 from __future__ import annotations
 
-import contextlib
-import os
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from core.plain_text import escaped, is_plain
+from runtime.line_writer import LineWriter
 
 MIN_WIDTH = 40  # columns; a narrower terminal breaks the lines itself
 SHOWN = "\n\t"  # control characters that an output may have
@@ -40,10 +40,14 @@ def print_line(console: Console, line: str, style: str | None = None) -> None:
     console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
+@functools.cache
+def _notices() -> LineWriter:
+    return LineWriter(sys.stdout)
+
+
 def print_notice(line: str) -> None:
-    """A line of a service. A closed pipe or terminal, or a full disk, loses the line: the service goes on."""
-    with contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), f"{escaped(line, SHOWN)}\n".encode(sys.stdout.encoding, "backslashreplace"))
+    """A line of a service, which goes on whatever takes its output."""
+    _notices().write(f"{escaped(line, SHOWN)}\n")
 
 
 def print_answer(text: str) -> None:

@@ -250,12 +250,16 @@ from cli.interrupts import run_interruptible
 from cli.main import run
 from cli.screens.terminal import print_notice
 
+def wait():  # in short sleeps: Python handles a signal that comes just before a sleep after it
+    for _ in range(round(TIMEOUT_S / 0.01)):
+        time.sleep(0.01)
+
 class Cluster:
     def close(self):
         print_notice("closing")
         if phase not in ("ends", "serves"):
             with contextlib.suppress(KeyboardInterrupt):  # as Ray's C++ has no exceptions of Python
-                time.sleep(TIMEOUT_S)
+                wait()
 
 class Slow:
     def __del__(self, write=os.write, sleep=time.sleep):
@@ -273,7 +277,7 @@ async def drained():
 
 def wait_for_ray():
     print("starting", flush=True)
-    time.sleep(TIMEOUT_S)
+    wait()
 
 fleet.ray.cluster.begin = lambda _: Cluster()
 phase, sys.argv[1:] = sys.argv[1], ["serve", "--model", "fake:tiny", "--port", "0"]
@@ -327,6 +331,28 @@ def test_a_closed_terminal_drains_a_fleet_whose_output_nobody_reads() -> None:
             serve.send_signal(signal.SIGHUP)
             time.sleep(0.3)
         assert (serve.wait(TIMEOUT_S / 2), serve.stderr.read()) == (0, "drained")
+
+
+def test_an_output_that_takes_nothing_holds_up_no_drain() -> None:
+    """As a terminal after Ctrl-S, or a pager that is not scrolled."""
+    program = SERVE.replace("TIMEOUT_S", str(TIMEOUT_S))
+    reads, writes = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", program, "serves"], stdout=writes, stderr=subprocess.PIPE) as serve:
+        told = b""
+        while b"serving\n" not in told:
+            told += os.read(reads, 100)
+        os.set_blocking(writes, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writes, bytes(4096))
+        os.set_blocking(writes, True)
+        serve.send_signal(signal.SIGTERM)
+        try:
+            assert (serve.communicate(timeout=TIMEOUT_S / 2)[1], serve.returncode) == (b"drained", 0)
+        finally:
+            serve.kill()
+    os.close(reads)
+    os.close(writes)
 
 
 # ---- Every number of every command line, and every file that a command writes, is refused before the work by its name.

@@ -1,0 +1,41 @@
+"""The output of a service into a terminal, a pipe or a file that may take nothing for a while."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+from typing import TextIO
+
+MAX_LINES = 1_000  # that wait for a terminal or a pipe that nobody reads; beyond: later ones are lost
+LAST_LINES_S = 1.0  # that the end of the process waits for them
+
+
+class LineWriter:
+    """A thread writes: a terminal stopped by Ctrl-S, or a pager that is not scrolled, holds up no caller of `write`.
+
+    A closed pipe or terminal, or a full disk, loses the line: the service goes on. The log takes this for a stream.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._descriptor, self._encoding = stream.fileno(), stream.encoding
+        self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def write(self, line: str) -> None:
+        """A whole line. Does not wait."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(line)
+
+    def _run(self) -> None:
+        while line := self._lines.get():
+            with contextlib.suppress(OSError):
+                os.write(self._descriptor, line.encode(self._encoding, "backslashreplace"))
+
+    def _end(self) -> None:
+        self.write("")
+        self._thread.join(LAST_LINES_S)
