@@ -9,10 +9,10 @@ removes token files of killed fleets. Every other user gives a config file (`--c
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,11 +76,10 @@ def client_of(address: str, credentials: Credentials) -> AsyncClient:
 
 def check_token_files() -> None:
     """Raises `ConfigError` if `token_file` could write none, before a fleet starts."""
-    directory = default_cache_dir() / "tokens"
+    directory = _token_path("").parent
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "not writable")
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise _unwritten(directory, error) from error
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from core.config import TandemConfig, WorkerConfig
 from core.lifecycle import ServiceRole
-from fleet.host.service_host import Placement
+from fleet.host.service_host import EVERY_ADDRESS, Placement
 from model_files.model_source import SourceKind, describe, resolve_model
 from runtime.rpc.security import load_credentials
 from vllm_worker.async_llm import AsyncEngine
@@ -46,7 +46,7 @@ def _build(role: ServiceRole, config: TandemConfig, placement: Placement) -> Vll
         worker=f"{role.value}-{placement.ordinal}",
         tensor_parallel=vllm.tensor_parallel,
         on_gpu=bool(placement.gpus),
-        host=host if host not in ("0.0.0.0", "[::]") else placement.host or "127.0.0.1",
+        host=host if host not in EVERY_ADDRESS else placement.host or "127.0.0.1",
         side_port=_free_port(),
         args=(*memory_arguments(placement), *_step_sizes(config), *vllm.args),
         adapters=vllm.adapter_directories,

@@ -9,8 +9,8 @@ import queue
 import threading
 from typing import TextIO
 
-MAX_LINES = 1_000  # that wait for a terminal or a pipe that nobody reads; beyond: later ones are lost
-LAST_LINES_S = 1.0  # that the end of the process waits for them
+MAX_LINES = 1_000  # lines that wait for a terminal or a pipe that nobody reads; beyond: later ones are lost
+LAST_LINES_S = 1.0  # the last lines, at the end of the process; beyond: they are lost
 
 
 class LineWriter:

@@ -74,7 +74,7 @@ class TokenStreamReader:
 
     @property
     def reading(self) -> list[asyncio.Task[None]]:
-        """What reads the open stream."""
+        """The task that reads the newest stream; none before the first `open`."""
         return [] if self._reading is None else [self._reading]
 
     async def close(self) -> None:

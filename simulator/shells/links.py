@@ -118,7 +118,7 @@ class BreakableLinks:
         self._streams.pop(worker_id, None)
 
     def set_workers(self, endpoints: Iterable[Endpoint]) -> None:
-        """The supervisor has published these workers. Acts as `RouterShell.set_workers` of the router."""
+        """The supervisor has published these workers. Acts as a `RouterShell.set_workers` that reads no last words."""
         wanted, post = {endpoint.service_id: endpoint for endpoint in endpoints}, self._router.post
         for endpoint in wanted.values():
             if endpoint.draining:

@@ -117,8 +117,9 @@ class Scene:
         elsewhere = await only_called(fleet, "decode", self.bystander)
         if elsewhere is None:
             return False
-        while await called(fleet, "prefill"):
-            pass  # the answer to the bystander's call is on its way
+        async with asyncio.timeout(30):
+            while await called(fleet, "prefill"):
+                pass  # the answer to the bystander's call is on its way
         self.pulled_before = bytes_pulled(fleet, elsewhere)
         self.stream = Stream(fleet.inference, prompt_of(seed, 180), NUM_OUTPUT)
         prefill = await only_called(fleet, "prefill", self.stream)
