@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from cli.exit_codes import INTERRUPTED
+from runtime.line_writer import write_last_lines
 
 STOPS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
@@ -107,6 +108,7 @@ def _ignore_stops() -> None:
 
 
 def _exit_at_once(*_: object) -> None:
+    write_last_lines()
     with contextlib.suppress(RuntimeError, OSError):  # the interrupted line writes; nobody reads
         sys.stdout.flush()
     os._exit(INTERRUPTED)

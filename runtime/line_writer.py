@@ -21,21 +21,31 @@ class LineWriter:
 
     def __init__(self, stream: TextIO) -> None:
         self._descriptor, self._encoding = stream.fileno(), stream.encoding
-        self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()  # without a lock that a signal handler could wait for
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        atexit.register(self._end)
+        _writers.append(self)
 
     def write(self, line: str) -> None:
         """A whole line. Does not wait."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(line)
+        if self._lines.qsize() < MAX_LINES:
+            self._lines.put(line)
 
     def _run(self) -> None:
         while line := self._lines.get():
             with contextlib.suppress(OSError):
                 os.write(self._descriptor, line.encode(self._encoding, "backslashreplace"))
 
-    def _end(self) -> None:
-        self.write("")
+    def end(self) -> None:
+        self._lines.put("")
         self._thread.join(LAST_LINES_S)
+
+
+_writers: list[LineWriter] = []
+
+
+@atexit.register
+def write_last_lines() -> None:
+    """Before the end of the process, which calls this itself unless it ends by `os._exit`."""
+    for writer in _writers:
+        writer.end()

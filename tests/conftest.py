@@ -32,8 +32,11 @@ settings.register_profile(
     "explore", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True
 )
 settings.load_profile("tandem")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts jobs in the background; children inherit it
+# A shell starts jobs in the background without SIGINT, and nohup without SIGHUP; children inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Patterns of reasons -> why CI cannot do anything about them.
 ALLOWED_SKIPS = {
