@@ -46,7 +46,7 @@ OFFER = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 CLOSE_TIMEOUT_S = 1.0  # afterwards the guardian kills the processes of vLLM
-WARM_UP_TOKENS = (2, 64)  # lengths of the first prompts
+WARM_UP_TOKENS = (2,), (64, 64)  # lengths of the first prompts, and of those at one time afterwards
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +122,19 @@ class AsyncEngine:
                 raise TandemError(f"[vllm] adapters: vLLM cannot load {name}: {error}") from error
 
     async def _warm_up(self) -> None:
-        """Compute some tokens: vLLM compiles at its first steps, which took 50 s on one core."""
+        """Compute some tokens: vLLM compiles at its first steps, which took 50 s on one core, and what counts the ranks
+        of log probabilities with the first request that asks for one (14 s): once for a row, once for more rows."""
         from vllm import SamplingParams, TokensPrompt
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
-        for num_tokens in WARM_UP_TOKENS:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False, logprobs=0)
+
+        async def warm_up(num_tokens: int, request_id: str) -> None:
             prompt = TokensPrompt(prompt_token_ids=[1] * num_tokens, cache_salt="warm-up")
-            async for _ in self._llm.generate(prompt, sampling, f"warm-up-{num_tokens}"):
+            async for _ in self._llm.generate(prompt, sampling, request_id):
                 pass
+
+        for lengths in WARM_UP_TOKENS:
+            await asyncio.gather(*(warm_up(length, f"warm-up-{number}") for number, length in enumerate(lengths)))
 
     # ---- requests
 
