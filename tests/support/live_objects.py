@@ -79,9 +79,11 @@ BOUNDED = (
     "kv_transfer.protocol.owner.Owner._ended",
     "kv_transfer.protocol.puller.Puller._ended",
     "core.step.",
-    # Of each worker, its last report; the first one is of another class, and names no router.
+    # Of each worker, its last report, with the paths that it names; the first one is of another class, and names no
+    # router.
     "router.requests.events.WorkerReported",
     "core.scheduling.worker_load.WorkerChanges",
+    "core.paths.PathStatus",  # one of each pair of workers, there and in the table of each that keeps it
     "core.scheduling.worker_load.WorkerLoad.router_calls",
     "core.scheduling.worker_load.RouterCalls",
     "worker.core.StepTimes.",
