@@ -12,6 +12,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from router.operations.request_ring import RequestRing
@@ -50,6 +51,8 @@ def _sizes(live: object) -> Iterator[tuple[str, int]]:
     names = {*getattr(live, "__dict__", ()), *(name for base in type(live).__mro__ for name in _slots(base))}
     for name in names:
         value = getattr(live, name, None)
+        if isinstance(value, dict | set) and all(isinstance(key, Enum) for key in value):
+            continue  # has at most as many as its enum
         if isinstance(value, CONTAINERS):
             yield name, len(value)
         elif isinstance(value, asyncio.Queue):
@@ -62,10 +65,11 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 # Bounded by label sets, by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number
-# of workers and routers, or by the members of an enum. The heap of deadlines has at most 64 entries more than twice the
-# deadlines.
+# of workers and routers, or by the methods of a service. The heap of deadlines has at most 64 entries more than twice
+# the deadlines.
 BOUNDED = (
     "runtime.prometheus.metric_series.",
+    "runtime.rpc.checked_handlers._CheckedHandler._checked",
     "core.scheduling.block_pool.",
     "core.deadlines.Deadlines._heap",
     "router.routing.policy.SecondsPolicy.compared",
