@@ -97,12 +97,16 @@ class FakeEngineFleet:
             await service.stop()
 
     async def settle(self) -> None:
-        """No engine has a request, and no machine a call."""
+        """No engine has a request, no machine a call, and the router knows which blocks are cached."""
         await until(lambda: not any(engine.num_open for engine in self.engines.values()), "an engine has a request")
         for service in self.services.values():
             machine = service._machine
             await until(lambda: machine.idle, "a worker has a call")  # noqa: B023 - awaited in this round
             machine.check()
+        held = self.router._shell._driver.machine.workers.index.held
+        for name, endpoint in self.endpoints.items():
+            view, worker_id = self.services[name]._view, endpoint.service_id
+            await until(lambda: held(worker_id) == set(view.cached_blocks), "a report is on its way")  # noqa: B023
 
 
 @contextlib.asynccontextmanager
