@@ -98,6 +98,13 @@ class FakeCluster:
         self.awaited.discard(handoff_of(transfer))
         self.kept.pop(handoff_of(transfer), None)
 
+    def end_lease(self, handoff: bytes) -> bool:
+        """Returns whether the KV was still kept: nobody has read it, nor will."""
+        if self.kept.pop(handoff, None) is None:
+            return False
+        self.over.add(handoff)
+        return True
+
     def forget(self, owner: str) -> None:
         """The owner has ended."""
         for handoff in [handoff for handoff, (name, _) in self.kept.items() if name == owner]:
@@ -349,7 +356,7 @@ class FakeCore:
 
 
 class FakeEngine(FakeCore):
-    """An `Engine`, with a step each `step_s`.
+    """An `Engine`, with a step each `step_s`. KV that nobody reads is kept for `lease_s`.
 
     `refuses_start`, `die`, `hangs`, `loses_loads` and `refuses_handshakes` are the faults.
     """
@@ -364,7 +371,7 @@ class FakeEngine(FakeCore):
         has_agent: bool = False,
     ) -> None:
         super().__init__(cluster, name, info, next_token, has_agent)
-        self._step_s = step_s
+        self._step_s, self.lease_s = step_s, 5.0
         self._stepping: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
         self._report: Callable[[EngineReport], None]
@@ -407,7 +414,10 @@ class FakeEngine(FakeCore):
             await asyncio.sleep(self._step_s)
             if self.hangs:
                 continue
+            kept = set(self._cluster.kept)
             for report in self.step():
                 self._report(report)
+            for handoff in self._cluster.kept.keys() - kept:
+                asyncio.get_running_loop().call_later(self.lease_s, self._cluster.end_lease, handoff)
             if not (self.num_open or self._num_lent):
                 self._work.clear()

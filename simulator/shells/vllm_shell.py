@@ -124,7 +124,7 @@ class VllmShell(WorkerShell):
         self._plan_step()
 
     def _expire(self, handoff: bytes) -> None:
-        self._world.counts["expired lease"] += self._cluster.kept.pop(handoff, None) is not None
+        self._world.counts["expired lease"] += self._cluster.end_lease(handoff)
 
     # ---- ends
 

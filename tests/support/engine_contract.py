@@ -284,6 +284,21 @@ class EngineContract:
         assert (await reader.ended(running)).finish_reason is FinishReason.LENGTH
         assert not await reader.shake_hands("owner", owner.info.address)
 
+    async def test_kept_kv_that_nobody_reads_ends_with_its_lease(self, pair: EnginePair) -> None:
+        owner, prompts = pair.owner, itertools.count(870)
+
+        async def usage() -> float:
+            known = len(owner.reports)
+            await owner.complete(a_request(next(prompts), 20))
+            return max(one.kv_usage for one in owner.reports[known:] if isinstance(one, EngineStep))
+
+        alone = await usage()
+        await owner.offer(a_request(860, 400))
+        assert await usage() > alone
+        async with asyncio.timeout(TIMEOUT_S):
+            while await usage() > alone:
+                pass
+
     async def test_the_death_of_an_engine_ends_all_its_requests(self, pair: EnginePair) -> None:
         """Runs last."""
         reader = pair.reader

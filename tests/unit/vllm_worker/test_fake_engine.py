@@ -29,6 +29,11 @@ class TestFakeEngine(EngineContract):
             await watched.engine.close()
         assert not cluster.kept
 
+    async def test_kept_kv_that_nobody_reads_ends_with_its_lease(self, pair: EnginePair) -> None:
+        assert isinstance(pair.owner.engine, FakeEngine)
+        pair.owner.engine.lease_s = 1.0
+        await super().test_kept_kv_that_nobody_reads_ends_with_its_lease(pair)
+
     async def test_kept_kv_ends_with_its_owner(self, pair: EnginePair) -> None:
         _, handoff = await pair.owner.offer(request := a_request(1000, 20))
         owner = pair.owner.engine
