@@ -237,32 +237,38 @@ def kill_hosts() -> None:
             ray.kill(ray.get_actor(name))
 
 
-async def find_services(spec: FleetSpec) -> list[tuple[Host, Adoption]]:
-    """Adopt the services that an earlier supervisor has left; kill those that cannot be adopted. Call it in the
-    supervisor."""
+async def find_services(spec: FleetSpec) -> tuple[list[tuple[Host, Adoption]], str]:
+    """Adopt the services that an earlier supervisor has left; kill those that cannot be adopted, and say why. Call it
+    in the supervisor."""
     answers = await asyncio.gather(*(_adopt(name, spec) for name in _names_of_hosts()))
-    found = {answer[1].member.slot: answer for answer in answers if answer is not None}
-    for answer in answers:
-        if answer is not None and found[answer[1].member.slot] is not answer:  # two starts of one slot
+    adopted = [answer for answer in answers if not isinstance(answer, str)]
+    found = {answer[1].member.slot: answer for answer in adopted}
+    for answer in adopted:
+        if found[answer[1].member.slot] is not answer:  # two starts of one slot
             answer[0].kill()
-    return list(found.values())
+    return list(found.values()), "; ".join(sorted(answer for answer in answers if isinstance(answer, str) and answer))
 
 
-async def _adopt(name: str, spec: FleetSpec) -> tuple[Host, Adoption] | None:
+async def _adopt(name: str, spec: FleetSpec) -> tuple[Host, Adoption] | str:
+    """Else why its service was killed; empty if there was none."""
     import ray
 
     try:
         actor = ray.get_actor(name)
     except ValueError:  # it has ended meanwhile
-        return None
-    adoption: Adoption | None = None
-    with contextlib.suppress(HostDied, TimeoutError, ray.exceptions.RayError):  # a host of another version, too
+        return ""
+    try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             adoption = await await_actor(begin_call(actor, "adopt", spec.kinship, this_supervisor()))
-    if adoption is None:
-        ray.kill(actor)
-        return None
-    return RayHost(adoption.member, spec, actor), adoption
+        if isinstance(adoption, Adoption):
+            return RayHost(adoption.member, spec, actor), adoption
+        why = "does not serve, or has another config" if adoption is None else "answers as another version of Tandem"
+    except TimeoutError:
+        why = f"does not answer within {ANSWER_TIMEOUT_S:g} s"
+    except (HostDied, ray.exceptions.RayError) as error:  # a host of another version, too
+        why = f"cannot answer ({str(error).strip().splitlines()[-1]})"
+    ray.kill(actor)
+    return f"{name.removeprefix(HOST_PREFIX).rpartition('-')[0]} {why}"
 
 
 class SupervisorActor(Supervisor):

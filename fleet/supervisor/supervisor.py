@@ -42,7 +42,8 @@ from fleet.supervisor.spec import FleetSpec
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 
-FoundServices = Callable[[], Awaitable[list[tuple[Host, Adoption]]]]  # that serve without a supervisor
+# The services that serve without a supervisor, and why others were ended.
+FoundServices = Callable[[], Awaitable[tuple[list[tuple[Host, Adoption]], str]]]
 T = TypeVar("T")
 PORT_FREE_S = 5.0  # the end of the killed routers of another fleet on the port; beyond: the fleet does not start
 
@@ -86,7 +87,9 @@ class Supervisor:
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
         self._driver = Driver(self._machine, self._perform, self._fail)
-        found = [] if self._find_services is None else await self._find_services()
+        found, ended = ([], "") if self._find_services is None else await self._find_services()
+        if ended:
+            self._perform(events.FleetMessage("fleet", "ends services of an earlier supervisor", ended))
         host, port = self._spec.router_host(self._here.host), self._spec.router_port
         joins = any(service.member.role is ServiceRole.ROUTER and service.machine == self._here for _, service in found)
         try:

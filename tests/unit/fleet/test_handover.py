@@ -223,15 +223,16 @@ class Generation(Site):
             spec, lambda member, spec: FakeHost(self, member, spec), HERE, self._leaving, self._find, store
         )
 
-    async def _find(self) -> list[tuple[Host, Adoption]]:
+    async def _find(self) -> tuple[list[tuple[Host, Adoption]], str]:
         if self.before is None:
-            return []
+            return [], ""
         ids = {slot.name: slot.service_id for slot in (await self.before.supervisor.status()).slots}
-        return [
+        found: list[tuple[Host, Adoption]] = [
             (FakeHost(self, member, SPEC), Adoption(member, Endpoint(ids[member.name], "h:1", member.role), THERE, 0))
             for member in self.before.supervisor._hosts
             if ids[member.name]
         ]
+        return found, ""
 
 
 @contextlib.asynccontextmanager

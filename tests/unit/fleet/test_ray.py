@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
@@ -124,20 +125,44 @@ OTHER_VERSIONS = [
 ]
 
 
+@pytest.fixture
+def kill(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    monkeypatch.setattr("ray.kill", kill := Mock())
+    monkeypatch.setattr(hosts, "_names_of_hosts", lambda: ["host-decode-0-5eed"])
+    monkeypatch.setattr(hosts, "this_supervisor", Mock())
+    return kill
+
+
 @pytest.mark.parametrize("actor", OTHER_VERSIONS)
 async def test_a_host_of_another_version_is_killed_and_the_start_goes_on(
-    monkeypatch: pytest.MonkeyPatch, actor: Refusing
+    monkeypatch: pytest.MonkeyPatch, kill: Mock, actor: Refusing
 ) -> None:
-    kill = Mock()
     monkeypatch.setattr("ray.get_actor", lambda _: actor)
-    monkeypatch.setattr("ray.kill", kill)
-    monkeypatch.setattr(hosts, "_names_of_hosts", lambda: ["host-decode-0"])
-    monkeypatch.setattr(hosts, "this_supervisor", Mock())
-    assert await hosts.find_services(SPEC) == []
+    found, ended = await hosts.find_services(SPEC)
+    assert found == []
+    assert ended.startswith("decode-0 cannot answer (")
     kill.assert_called_once_with(actor)
     with pytest.raises(HostDied):
         await RayHost(MEMBER, SPEC, actor).wait()
     assert kill.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("adopt", "why"),
+    [
+        (AsyncMock(return_value=None), "does not serve, or has another config"),
+        (AsyncMock(return_value=("decode-0", "10.0.0.2")), "answers as another version of Tandem"),
+        (lambda *_: asyncio.Event().wait(), "does not answer within 0.01 s"),
+    ],
+)
+async def test_a_host_that_is_not_adopted_is_killed_and_the_operator_gets_the_reason(
+    monkeypatch: pytest.MonkeyPatch, kill: Mock, adopt: Callable[..., Awaitable[object]], why: str
+) -> None:
+    actor = Mock(adopt=Mock(remote=adopt))
+    monkeypatch.setattr("ray.get_actor", lambda _: actor)
+    monkeypatch.setattr(hosts, "ANSWER_TIMEOUT_S", 0.01)
+    assert await hosts.find_services(SPEC) == ([], f"decode-0 {why}")
+    kill.assert_called_once_with(actor)
 
 
 async def test_a_router_of_a_later_version_says_what_its_supervisor_lacks() -> None:

@@ -236,12 +236,13 @@ async def test_a_fleet_waits_for_the_port_of_routers_that_it_could_not_adopt() -
     """`ray.kill` does not wait for the end of their processes."""
     claim = PortClaim("127.0.0.1", 0)
 
-    async def find_services() -> list[tuple[Host, Adoption]]:
+    async def find_services() -> tuple[list[tuple[Host, Adoption]], str]:
         asyncio.get_running_loop().call_later(0.3, claim.close)
-        return []
+        return [], "router-0 has another config"
 
-    async with serving(Site(replace(SPEC, router_port=claim.port), find_services)):
-        pass
+    async with serving(Site(replace(SPEC, router_port=claim.port), find_services)) as site:
+        note = await site.reports("fleet", "ends services of an earlier supervisor")
+        assert note.reason == "router-0 has another config"
 
 
 async def test_the_services_of_a_leaving_machine_move_and_those_of_the_supervisor_stay(site: Site) -> None:
