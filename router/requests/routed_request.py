@@ -145,13 +145,15 @@ class RoutedRequest:
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
         decode = None if dispatch.decode is None else joined([*self.earlier, dispatch.decode])
-        computed = dispatch.prefill or decode
+        computed = dispatch.prefill if dispatch.candidate.prefill_worker else decode
+        # Without the answer of the worker that computed the prompt, after a stop string or a fault: as predicted.
+        cached_tokens = dispatch.candidate.cached_tokens if computed is None else computed.cached_tokens
         num_prompt_tokens = self.request.num_prompt_tokens
         return Outcome(
             finish_reason=reason,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=len(self.delivered),
-            cached_tokens=0 if computed is None else min(computed.cached_tokens, num_prompt_tokens),
+            cached_tokens=min(cached_tokens, num_prompt_tokens),
             path=self._path(dispatch),
             attempts=self.attempts,
             timeline=self.timeline,

@@ -76,6 +76,23 @@ the outcome has the cached tokens and the times of the prefill worker
   ends r#1                               -> finish r length, disaggregated, 2 tokens, cached 4, queue of the worker \
                                             0.25
 
+the cached tokens are those that the router had predicted, if the worker that computed the prompt does not tell them
+  enter D cached=4
+  arrives alone                          -> decode alone#1 D
+  tokens_from alone#1 0 11               -> deliver alone 0: 11
+  stopped alone                          -> cancel alone#1; finish alone stop, local, 1 tokens, cached 4
+  fleet P
+  caches P 8
+  arrives early                          -> decode early#1 D from P/1; prefill early#1 P for D/1
+  tokens_from early#1 0 11               -> deliver early 0: 11
+  stopped early                          -> cancel early#1; withdraw early#1 P/1
+                                         -> finish early stop, disaggregated, 1 tokens, cached 7
+  # The decode worker has its own figure, of what it did not read.
+  arrives r                              -> decode r#1 D from P/2; prefill r#1 P for D/2
+  tokens_from r#1 0 11..14               -> deliver r 0: 11..14
+  prefill_error r#1 WorkerUnavailable lost
+  ends r#1 cached_tokens=4               -> finish r length, disaggregated, 4 tokens, cached 7
+
 a prefill worker whose call has failed has room for the next prompt
   config max_in_flight_per_worker=1
   fleet P D1 D2
