@@ -203,7 +203,7 @@ def begin(config: ClusterConfig) -> Cluster:
     _require_loopback()
     _require_room()
     _require_files()
-    _require_ray_token()
+    _shut_ray_in()
     names = filter(None, (config.prefill_resource, config.decode_resource, config.router_resource))
     resources = dict.fromkeys(names, config.max_workers)
     num_processes = 1 + config.num_routers + config.num_prefill + config.num_decode  # and the supervisor
@@ -253,8 +253,11 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _require_ray_token() -> None:
-    """Let in only programs with the token of this process: Ray listens on every address, and its clients can run code.
+def _shut_ray_in() -> None:
+    """Let in only programs of this machine with the token of this process, because clients of Ray can run code.
+
+    Ray listens on 127.0.0.1. Its choice would be an address of this machine, which may go, or take a DNS to find; after
+    a change of the network, its processes would not reach each other.
 
     Ray reads these settings once, when it is imported. RAY_AUTH_... settings of the operator win.
     """
@@ -262,6 +265,7 @@ def _require_ray_token() -> None:
         if os.environ.get("RAY_AUTH_MODE") != "token":
             logger.warning("Ray was imported before RAY_AUTH_MODE was set: any program that reaches its ports can join")
         return
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as Ray does where it keeps to one machine
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -191,6 +191,14 @@ def command_line_and_environment(pid: int) -> list[bytes]:
         return []
 
 
+async def test_ray_listens_at_no_address_that_the_machine_may_lose(served: Served) -> None:
+    """After a change of the network, `tandem status` had no answer, and Ctrl-C took two minutes."""
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    rays = [child for child in children if child.name() in ("gcs_server", "raylet")]
+    listening = [found for ray in rays for found in ray.net_connections("tcp") if found.status == psutil.CONN_LISTEN]
+    assert {found.laddr.ip.removeprefix("::ffff:") for found in listening} == {"127.0.0.1"}
+
+
 async def test_a_driver_without_the_token_of_ray_cannot_join_it(served: Served) -> None:
     """A driver that joins could run code in the workers."""
     servers = [child for child in psutil.Process(served.process.pid).children(recursive=True) if "gcs" in child.name()]
@@ -200,6 +208,7 @@ async def test_a_driver_without_the_token_of_ray_cannot_join_it(served: Served) 
     }  # fmt: skip
     join = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='ERROR'); print('joined')"
     no_token = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    no_token["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray replaces 127.0.0.1 by an address of the machine
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", join, stdout=PIPE, stderr=PIPE, env=no_token)
     assert process.stderr is not None
     errors = ""

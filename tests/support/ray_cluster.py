@@ -26,7 +26,8 @@ def ray_environment(folder: Path) -> dict[str, str]:
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return os.environ | {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "PATH": path}
+    own = {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    return os.environ | own | {"PATH": path}
 
 
 def machine(
