@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,13 @@ LOG_BYTES = 1 << 20  # more than the logs of Ray take while it starts
 JOIN_TIMEOUT_S = 5.0
 
 MIN_FILES = 256  # that a process may open, connections included; fewer: `ConfigError`
+MIN_BYTES = (  # fewer: `ConfigError`, where Ray hangs or aborts
+    (resource.RLIMIT_FSIZE, OBJECT_STORE_BYTES, "a file may have", "f"),
+    (resource.RLIMIT_AS, 2_000_000_000, "a process may map", "v"),
+    (resource.RLIMIT_DATA, 700_000_000, "the data of a process may have", "d"),
+)
+MIN_THREADS = 256  # that this user, or this container, can still start; fewer: `ConfigError`
+THREAD_BYTES = 1 << 18  # of a stack, while they are counted
 MAX_FILES = 65_536  # to which a lower limit is raised, as far as the system allows it
 # Ray reads these when it is imported.
 RAY_ENVIRONMENT = {
@@ -202,7 +210,8 @@ def begin(config: ClusterConfig) -> Cluster:
     _require_python()
     _require_loopback()
     _require_room()
-    _require_files()
+    _require_limits()
+    _require_threads()
     _shut_ray_in()
     names = filter(None, (config.prefill_resource, config.decode_resource, config.router_resource))
     resources = dict.fromkeys(names, config.max_workers)
@@ -271,7 +280,7 @@ def _shut_ray_in() -> None:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-# The next six raise `ConfigError` where Ray or a worker would fail later, without a word about the reason.
+# The next seven raise `ConfigError` where Ray or a worker would fail later, without a word about the reason.
 
 
 def _require_directory() -> None:
@@ -313,19 +322,39 @@ def _require_room() -> None:
         raise ConfigError(f"{SHARED_MEMORY} is not writable, and Ray needs it")
 
 
-def _require_files() -> None:
-    """Raise the limit of this process, which all processes of the fleet inherit."""
+def _require_limits() -> None:
+    """Raise the limit of open files of this process, which all processes of the fleet inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if most < MIN_FILES:
         raise ConfigError(f"a process may open {most} files here, fewer than the {MIN_FILES} of a worker: `ulimit -n`")
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if largest != resource.RLIM_INFINITY and largest < OBJECT_STORE_BYTES:
+    for limit, least, what, option in MIN_BYTES:
+        largest = resource.getrlimit(limit)[0]
+        if largest != resource.RLIM_INFINITY and largest < least:
+            raise ConfigError(f"{what} {largest} bytes here, and {least} are needed: `ulimit -{option}`")
+
+
+def _require_threads() -> None:
+    """Start them, because a limit may be of the user, of a container or of the memory."""
+    end, threads = threading.Event(), list[threading.Thread]()
+    default_bytes = threading.stack_size(THREAD_BYTES)
+    try:
+        for _ in range(MIN_THREADS):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:
         raise ConfigError(
-            f"a file may have {largest} bytes here, fewer than the {OBJECT_STORE_BYTES} of Ray's store: `ulimit -f`"
-        )
+            f"only {len(threads)} threads can start here, fewer than the {MIN_THREADS} of a fleet: `ulimit -u`, or the "
+            "limit of processes of this container"
+        ) from error
+    finally:
+        threading.stack_size(default_bytes)
+        end.set()
+        for thread in threads:
+            thread.join()
 
 
 def _require_reachable(address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -61,9 +62,19 @@ def test_what_ray_or_a_worker_cannot_use_is_refused_before_it_starts(
             begin(ClusterConfig())
     with (
         no_file_larger_than(1 << 20),
-        pytest.raises(ConfigError, match="a file may have 1048576 bytes here, fewer than"),
+        pytest.raises(ConfigError, match="a file may have 1048576 bytes here, and"),
     ):
         begin(ClusterConfig())
+    for limit, option in ((resource.RLIMIT_AS, "v"), (resource.RLIMIT_DATA, "d")):
+        with monkeypatch.context() as small:
+            small.setattr("resource.getrlimit", lambda asked, limit=limit: (1 << 29 if asked == limit else -1, 1 << 20))
+            with pytest.raises(ConfigError, match=f"a process may (map|have) 536870912 bytes here.*`ulimit -{option}`"):
+                begin(ClusterConfig())
+    with monkeypatch.context() as alone:
+        alone.setattr("threading.Thread.start", Mock(side_effect=[None, None, RuntimeError("can't start new thread")]))
+        alone.setattr("threading.Thread.join", Mock())
+        with pytest.raises(ConfigError, match="only 2 threads can start here, fewer than the 256 of a fleet"):
+            begin(ClusterConfig())
     with monkeypatch.context() as read_only:
         read_only.setattr("os.access", lambda path, mode: (path, mode) != ("/dev/shm", os.W_OK))
         with pytest.raises(ConfigError, match="/dev/shm is not writable"):
