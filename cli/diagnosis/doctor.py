@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import resource
@@ -78,7 +79,8 @@ def memory() -> Iterator[Finding]:
         writable = os.access("/dev/shm", os.W_OK)
         text = f"{free / MB:.0f} MB free" + ("" if writable else ", not writable")
         fix = "enlarge it (for a container: `docker run --shm-size=1g`)" if writable else "mount it to be written"
-        yield judge(writable and free >= MIN_SHM_BYTES, "/dev/shm", text, fix)
+        otherwise = Health.WARN if writable else Health.FAIL  # `tandem serve` refuses the start
+        yield judge(writable and free >= MIN_SHM_BYTES, "/dev/shm", text, fix, otherwise)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma, unlimited = Path("/dev/infiniband").is_dir(), locked == resource.RLIM_INFINITY
     text = ("unlimited" if unlimited else f"{locked / MB:.0f} MB") + ("" if rdma else " (this machine has no RDMA)")
@@ -163,7 +165,18 @@ def transport(config: TransferConfig) -> Finding:
     return judge(path.state not in BROKEN, config.transport, f"between two processes {path}", fix)
 
 
+def home() -> Iterator[Finding]:
+    """A fault without a place for models, kernels and tokens."""
+    try:
+        catalogue.default_cache_dir()
+    except ConfigError as error:
+        reason, _, fix = str(error).partition(": ")
+        yield Finding("home", Health.FAIL, reason, fix)
+
+
 def examine(config: TandemConfig) -> list[Finding]:
+    if no_home := list(home()):
+        return [*versions(), *memory(), *network(), *gpus(), *no_home, *ports(config.router), *transports()]
     return [
         *versions(), *processor(), *memory(), *network(), *gpus(), *model_cache(), *ports(config.router), *transports(),
         *vllm(config),
@@ -172,6 +185,7 @@ def examine(config: TandemConfig) -> list[Finding]:
 
 def doctor(console: Console, config: TandemConfig) -> int:
     """Print every finding. Returns the exit code: 1 if a finding is a FAIL."""
+    logging.getLogger("kv_transfer").setLevel(logging.CRITICAL)  # a transport that fails is a finding, not a traceback
     with console.status("examining this machine"):
         findings = examine(config)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

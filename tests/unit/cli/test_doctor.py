@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
+import logging
 import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -38,9 +40,10 @@ from core.config import (
     SecurityConfig,
     TandemConfig,
     TelemetryConfig,
+    TransferConfig,
     from_mapping,
 )
-from core.errors import ConfigError
+from core.errors import ConfigError, TransportError
 from fleet.law.claims import GpuUse
 from runtime.shared_port import PortClaim
 
@@ -58,6 +61,31 @@ def test_a_narrow_terminal_shows_a_finding_whole(health: Health, code: int, monk
     shown = "".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert LONG_PATH in shown
     assert "->set[vllm]python" in shown
+
+
+def test_a_user_without_a_home_is_a_finding_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a number. It was the only line of the answer."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(doctor, "transports", lambda: iter(()))
+    faults = [found for found in doctor.examine(TandemConfig()) if found.health is Health.FAIL]
+    fix = "set HOME, or XDG_CACHE_HOME for models and tokens"
+    assert faults == [Finding("home", Health.FAIL, "this user has no home", fix)]
+
+
+def test_a_transport_that_fails_is_a_finding_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cli.diagnosis.transport_probe.open_transport", Mock(side_effect=TransportError("no memory")))
+    monkeypatch.setattr(doctor, "examine", lambda _: [doctor.transport(TransferConfig())])
+    console = Console(file=io.StringIO(), width=200)
+    logger = logging.getLogger("kv_transfer")
+    try:
+        assert doctor.doctor(console, TandemConfig()) == 1
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert "no memory" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert caplog.messages == []
 
 
 def test_an_interpreter_of_vllm_that_is_missing_is_a_fault_only_of_a_config_that_needs_it() -> None:
