@@ -73,6 +73,10 @@ class Cluster:
         self._entered_ray = False
         self._supervisor: Any = None
         self._pending_updates: Any = None
+        with _signals_held_back():
+            import numpy  # its threads, too, leave signals to the main thread: in another one, a Ray that joins aborts
+
+            del numpy
 
     def join(self) -> None:
         """Wait for Ray and become one of its drivers. Raises `ConfigError` if Ray does not start; call `close` then."""

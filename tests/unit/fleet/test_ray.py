@@ -7,6 +7,8 @@ import errno
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
@@ -98,6 +100,22 @@ def test_what_ray_or_a_worker_cannot_use_is_refused_before_it_starts(
     for address in ("", "127.0.0.1:9"):
         with pytest.raises(ConfigError, match="the current directory was removed"):
             begin(ClusterConfig(address=address))
+
+
+def test_only_the_main_thread_takes_the_signals_that_are_held_back_while_ray_joins() -> None:
+    """In a thread of numpy, SIGTERM met the handler of Ray, which ends the process by SIGABRT."""
+    program = """if True:
+        import os, pathlib, signal
+        from fleet.ray.cluster import Cluster
+        Cluster()
+        import numpy
+        for task in os.listdir("/proc/self/task"):
+            status = pathlib.Path(f"/proc/self/task/{task}/status").read_text()
+            print(int(task) != os.getpid(), int(status.split("SigBlk:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
+    """
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "2"}
+    out = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout
+    assert sorted(out.split(b"\n")) == [b"", b"False 0", b"True 1"]
 
 
 @pytest.mark.parametrize(
