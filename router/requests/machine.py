@@ -462,6 +462,9 @@ class RouterMachine:
         record, updates = self._liveness.leave(event.worker_id, now)
         if record is None:
             return []
+        for queued in self._queue:  # the worker may return under its name, without their prompts
+            if queued.preferred_worker == event.worker_id:
+                queued.preferred_worker = ""
         lost = WorkerUnavailable(f"worker {event.worker_id} was lost: {event.detail}")
         return [*updates, *self._retry_dispatches(record, lost, now)]
 
