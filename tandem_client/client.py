@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
@@ -141,28 +141,28 @@ class AsyncClient:
         def attempt(
             request: inference_pb2.GenerateRequest, left_s: float
         ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-            return self._attempt(request, left_s, headers)
+            return self._attempt(request, left_s, timeout_s, headers)
 
         return self._retrying.stream(request, attempt, timeout_s, begin, self._resume)
 
     async def _attempt(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float, headers: Metadata
+        self, request: inference_pb2.GenerateRequest, left_s: float, limit_s: float, headers: Metadata
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """One call of one router."""
+        """One call of one router, for the rest of the time limit."""
         router = self._router()
-        call = router.inference.Generate(request, timeout=timeout_s, metadata=headers)
+        call = router.inference.Generate(request, timeout=left_s, metadata=headers)
         streaming = False
         try:
             async for response in call:
                 streaming = True
                 yield response
         except grpc.RpcError as error:
-            raise self._failed(error, router, timeout_s, streaming) from error
+            raise self._failed(error, router, limit_s, streaming) from error
         finally:
             call.cancel()
 
-    def _failed(self, error: grpc.RpcError, router: _Router, timeout_s: float, streaming: bool = False) -> CallFailed:
-        failed = call_failed(error, router.address, timeout_s, streaming)
+    def _failed(self, error: grpc.RpcError, router: _Router, limit_s: float, streaming: bool = False) -> CallFailed:
+        failed = call_failed(error, router.address, limit_s, streaming)
         if failed.lost:
             router.lost_at = self._clock.now()
         return failed
@@ -249,7 +249,8 @@ class AsyncClient:
 
         def ask(left_s: float) -> Awaitable[Any]:
             router = self._router()
-            return self._answer(router, getattr(router.inference, method), request, headers, left_s)
+            call = partial(getattr(router.inference, method), request, timeout=left_s, metadata=headers)
+            return self._answer(router, call, CALL_TIMEOUT_S)
 
         return await self._retrying.answer(ask, CALL_TIMEOUT_S, self._retry)
 
@@ -258,15 +259,14 @@ class AsyncClient:
     ) -> Any:
         """A call of an operator, with the token of the cluster."""
         router, headers = self._router(), self._credentials.headers(metadata, operator=True)
-        return await self._answer(router, getattr(router.cluster, method), request, headers, timeout_s)
+        call = partial(getattr(router.cluster, method), request, timeout=timeout_s, metadata=headers)
+        return await self._answer(router, call, timeout_s)
 
-    async def _answer(
-        self, router: _Router, call: Callable[..., Awaitable[T]], request: Any, headers: Metadata, timeout_s: float
-    ) -> T:
+    async def _answer(self, router: _Router, call: Callable[[], Awaitable[T]], limit_s: float) -> T:
         try:
-            return await call(request, timeout=timeout_s, metadata=headers)
+            return await call()
         except grpc.RpcError as error:
-            raise self._failed(error, router, timeout_s) from error
+            raise self._failed(error, router, limit_s) from error
 
 
 def _blocking(

@@ -35,12 +35,13 @@ class CallFailed(Exception):
         self.lost = lost  # the router was not reached, or went away: no router has given the status
 
 
-def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming: bool = False) -> CallFailed:
-    """The `CallFailed` behind a gRPC error. `streaming`: the router had answered part of the call."""
+def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: bool = False) -> CallFailed:
+    """The `CallFailed` behind a gRPC error. `limit_s`: for all attempts together. `streaming`: the router had answered
+    part of the call."""
     code, details = error.code(), error.details() or ""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
-        message, retryable = _explained(code, details, address, timeout_s, streaming)
+        message, retryable = _explained(code, details, address, limit_s, streaming)
         return CallFailed(code, message, retryable=retryable, lost=code in _LOST)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
@@ -52,9 +53,7 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
     )
 
 
-def _explained(
-    code: grpc.StatusCode, details: str, address: str, timeout_s: float, streaming: bool
-) -> tuple[str, bool]:
+def _explained(code: grpc.StatusCode, details: str, address: str, limit_s: float, streaming: bool) -> tuple[str, bool]:
     """(message, retryable)."""
     match code:
         case grpc.StatusCode.UNAVAILABLE if streaming:
@@ -62,15 +61,16 @@ def _explained(
         case grpc.StatusCode.UNAVAILABLE if "refused" in details:
             return f"no router at {address}; start one with `tandem serve`", True
         case grpc.StatusCode.UNAVAILABLE:
-            return f"no answer from {address}: it is out of reach, or its TLS settings differ from the client's", True
+            found = f"no answer from the router at {address}"
+            return f"{found}: it is out of reach, or its TLS settings differ from the client's", True
         case grpc.StatusCode.CANCELLED:
             return f"the router at {address} ended the call while it closed; send the request again", True
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return f"no answer from {address} within {timeout_s:g} s; see `tandem status`", False
+            return f"no answer from the router at {address} within {limit_s:g} s; see `tandem status`", False
         case grpc.StatusCode.UNAUTHENTICATED:
             return f"the router at {address} wants its cluster's token: {details}", False
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return f"too large a message for {address} (router.max_message_bytes): {details}", False
+            return f"too large a message for the router at {address} (router.max_message_bytes): {details}", False
         case grpc.StatusCode.UNIMPLEMENTED:
             return f"the server at {address} is no Tandem router of this version: {details}", False
         case _:

@@ -75,6 +75,13 @@ async def test_a_retryable_failure_is_tried_again_until_it_answers(router: Scrip
     assert await ask(router) == ("hello", [0.5, 3.0], 3)
 
 
+async def test_the_deadline_of_a_later_attempt_names_the_time_limit_of_the_call(router: ScriptedRouter) -> None:
+    router.failures, router.hold = [QueueFull("full", retry_after_s=19.9)], asyncio.Event()
+    failed, slept, num_attempts = await ask(router)
+    assert (slept, num_attempts) == ([19.9], 2)
+    assert str(failed) == f"no answer from the router at {router.address} within 20 s; see `tandem status`"
+
+
 FULL: list[Failure] = [QueueFull("full", retry_after_s=0.1)] * 9
 
 
