@@ -59,9 +59,9 @@ def serve_gateway(config: TandemConfig, routers: Sequence[str]) -> None:
             await asyncio.shield(starting)  # a start that is broken off has nothing to drain, and logs its traceback
             gc.collect()
             gc.freeze()  # later collections, which hold up every stream, skip the objects of the imports
-            away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
-            for fault in dict.fromkeys(away):
-                print_notice(f"the gateway answers 503 until its router answers: {fault}")
+            for link in (link for fleet in server.fleets.fleets for link in fleet.links if link.fault):
+                where = f"the router at {link.router.address} answers"
+                print_notice(f"the gateway answers 503 until {where}: {link.fault}")
             print_notice(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
             print_notice(gateway_line(config.gateway))
             raise TandemError(f"the HTTP server has failed: {await server.failed()}")

@@ -111,8 +111,10 @@ async def answer(call: Awaitable[T]) -> T:
 
 
 def tandem_error(error: CallFailed) -> TandemError:
-    """The error that the router raised, as far as its status and its trailers tell."""
-    found = QueueFull(str(error), error.retry_after_s) if error.retry_after_s is not None else TandemError(str(error))
+    """The error that the router raised, as far as its status and its trailers tell. Without the address of the router,
+    which is no matter of HTTP clients."""
+    text = str(error).replace(f" at {error.address}", "")
+    found = QueueFull(text, error.retry_after_s) if error.retry_after_s is not None else TandemError(text)
     found.code = ErrorCode.__members__.get(error.code.name, ErrorCode.INTERNAL)
     found.field, found.retryable = error.field, error.retryable
     return found

@@ -112,7 +112,7 @@ class RouterLink:
     def __init__(self, router: RouterCalls, answered: asyncio.Event) -> None:
         self.router = router
         self.info: GetModelResponse | None = None  # the last answer, also of a router that is away now
-        self.fault = "not asked yet"  # empty while the router answers
+        self.fault = "not asked yet"  # for clients; empty while the router answers
         self._answered = answered
 
     async def ask(self) -> None:
@@ -124,9 +124,9 @@ class RouterLink:
         except TandemError as error:
             self.fault = str(error)
         except TimeoutError:
-            self.fault = f"no answer from {self.router.address} within {READY_TIMEOUT_S:g} s"
+            self.fault = f"no answer from the router within {READY_TIMEOUT_S:g} s"
         except Exception as error:  # a bug, too: else nobody would ask this router again
-            fault = f"{self.router.address} cannot be asked: {type(error).__name__}"
+            fault = f"the router cannot be asked: {type(error).__name__}"
             if self.fault != fault:  # it is asked several times a second
                 logger.exception("the router at %s cannot be asked for its model", self.router.address)
             self.fault = fault

@@ -26,6 +26,7 @@ class CallFailed(Exception):
         retryable: bool = False,
         retry_after_s: float | None = None,
         lost: bool = False,
+        address: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -33,6 +34,7 @@ class CallFailed(Exception):
         self.retryable = retryable  # whether the same request may succeed later
         self.retry_after_s = retry_after_s  # the router's hint; None without one
         self.lost = lost  # the router was not reached, or went away: no router has given the status
+        self.address = address  # of the router, if the message names it
 
 
 def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: bool = False) -> CallFailed:
@@ -42,7 +44,7 @@ def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: b
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
         message, retryable = _explained(code, details, address, limit_s, streaming)
-        return CallFailed(code, message, retryable=retryable, lost=code in _LOST)
+        return CallFailed(code, message, retryable=retryable, lost=code in _LOST, address=address)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
         code,
@@ -54,7 +56,7 @@ def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: b
 
 
 def _explained(code: grpc.StatusCode, details: str, address: str, limit_s: float, streaming: bool) -> tuple[str, bool]:
-    """(message, retryable)."""
+    """(message, retryable). A message says " at ADDRESS", which `cli.remote_router` leaves out."""
     match code:
         case grpc.StatusCode.UNAVAILABLE if streaming:
             return f"the router at {address} went away in the middle of the answer; send the request again", True

@@ -193,7 +193,7 @@ class WorkerLink:
     def _joined(self, report: worker_pb2.WorkerReport) -> events.WorkerJoined:
         snapshot, changes = report.snapshot, self._changes(report)
         if snapshot.worker_id != self.endpoint.service_id:  # another worker listens on this port now
-            raise InvalidRequest("worker_id", f"{self.endpoint.address} answers as {snapshot.worker_id!r}")
+            raise InvalidRequest("worker_id", f"must be {self.endpoint.service_id!r}, is {snapshot.worker_id!r}")
         if changes.load is None:
             raise InvalidRequest("load", "must be set beside a snapshot")
         if codec.decode_role(snapshot.role) is not self.endpoint.role:  # the supervisor will say so

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -314,11 +315,15 @@ def aborts(method: Callable[[S, M, C], Awaitable[T]]) -> Callable[[S, M, C], Cor
 
 
 def error_from(error: grpc.RpcError) -> TandemError:
-    """The `TandemError` behind a failed call."""
+    """The `TandemError` behind a failed call of a worker. Its text reaches clients, so it names no machine."""
     assert isinstance(error, grpc.aio.AioRpcError)
     details = error.details() or error.code().name
     pairs: Any = error.trailing_metadata() or ()  # the stubs declare another type
     trailers = dict(pairs)
+    if (
+        RETRYABLE_KEY not in trailers
+    ):  # gRPC made the status, such as "... last error: UNKNOWN: ipv4:10.0.0.7:50051: ..."
+        details = re.sub(r"\S+:\d+\b", "the worker", details)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         field = str(trailers.get(FIELD_KEY, "request"))
         return InvalidRequest(field, details.removeprefix(f"{field}: "))

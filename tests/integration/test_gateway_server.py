@@ -77,6 +77,9 @@ async def test_ready_tells_the_truth_while_workers_and_routers_go(deployment: De
         answer = await client.get("/ready")
         assert answer.status_code == 503
         assert "no router" in answer.json()["models"]["fake:tiny"]
+        refused = await client.post("/v1/completions", json=ASK)
+        assert refused.status_code == 503
+        assert deployment.router_address not in answer.text + refused.text, "no client learns where it is"
         assert (await client.get("/health")).status_code == 200
 
 

@@ -22,7 +22,7 @@ from cli import gateway
 from cli.commands import role as role_command
 from cli.commands.key import print_new_key
 from cli.commands.serve import print_notices, wait_for_workers
-from cli.remote_router import RemoteRouter
+from cli.remote_router import RemoteRouter, tandem_error
 from core.config import TandemConfig, from_mapping
 from core.errors import TandemError, Unauthenticated, WorkerUnavailable
 from core.fleet_control import SlotState, SlotStatus
@@ -32,6 +32,7 @@ from fleet.law.events import FleetFailed, FleetMessage
 from protos.fleet_codec import encode_slot
 from runtime.rpc.api_keys import ApiKeys
 from tandem_client import CallFailed, Credentials
+from tandem_client.errors import call_failed
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 from tests.unit.cli.conftest import connection_to
 
@@ -199,6 +200,16 @@ class Router(RemoteRouter):
         if any(value.endswith("bad") for _, value in metadata) or len(metadata) != 1:
             raise Unauthenticated("not known here")
         return inference_pb2.DetokenizeResponse()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_clients_of_the_gateway_learn_no_address_of_a_router(code: grpc.StatusCode, streaming: bool) -> None:
+    none = grpc.aio.Metadata()
+    for details in ("Connection refused", "Socket closed"):
+        failed = call_failed(grpc.aio.AioRpcError(code, none, none, details, None), "10.0.0.7:50051", 20.0, streaming)
+        assert "10.0.0.7" not in str(tandem_error(failed))
+        assert str(tandem_error(failed)) == str(failed).replace(" at 10.0.0.7:50051", "")
 
 
 async def test_a_key_is_asked_about_once_however_it_is_spelled() -> None:

@@ -254,7 +254,7 @@ STREAMS: dict[str, tuple[list[list[Any]], list[str]]] = {  # the reports of each
     "another token": ([[STRANGER], [STRANGER], [FIRST]], ["lost: another token", "joined"]),
     "failures with reports between them": ([[FIRST, GONE], [FIRST, GONE], [FIRST]], ["joined"] * 3),
     "an unreadable snapshot": ([[UNREADABLE], [FIRST]], ["refused: role: 99 is not a WorkerRole", "joined"]),
-    "another worker": ([[OTHER], [FIRST]], ["refused: worker_id: 127.0.0.1:1 answers as 'other'", "joined"]),
+    "another worker": ([[OTHER], [FIRST]], ["refused: worker_id: must be 'w', is 'other'", "joined"]),
     "no load": ([[NO_LOAD], [FIRST]], ["refused: load: must be set beside a snapshot", "joined"]),
     # Until the supervisor tells the router of the role.
     "another role": ([[PREFILL], [PREFILL], [FIRST]], ["lost: the worker serves as prefill worker now", "joined"]),

@@ -20,10 +20,18 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import ApiKeyConfig
-from core.errors import ConfigError, DeadlineExceeded, ErrorCode, TandemError
+from core.errors import ConfigError, DeadlineExceeded, ErrorCode, TandemError, WorkerUnavailable
 from runtime.rpc import call_limits
 from runtime.rpc.api_keys import hash_of
-from runtime.rpc.grpc_server import FIELD_KEY, RETRYABLE_KEY, ClusterTokenInterceptor, GrpcServer, abort, open_channel
+from runtime.rpc.grpc_server import (
+    FIELD_KEY,
+    RETRYABLE_KEY,
+    ClusterTokenInterceptor,
+    GrpcServer,
+    abort,
+    error_from,
+    open_channel,
+)
 from runtime.rpc.security import OPEN, TOKEN_KEY, ServerRules
 from runtime.shared_port import PortClaim
 from tests.support.limits import no_more_descriptors
@@ -88,6 +96,25 @@ async def test_an_abort_of_a_call_that_is_over_ends_its_handler_as_any_other_abo
             while not raised:
                 await asyncio.sleep(0.01)
     assert raised == [grpc.aio.AbortError]
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:50051: Failed to connect to remote "
+        "host: Connection refused",
+        "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5Bfd00::10.0.0.7%5D:50051: Socket closed",
+        "errors resolving 10.0.0.7.example:50051: [field:hostname lookup error:address lookup failed for "
+        "10.0.0.7.example:50051: Domain name not found]",
+    ],
+)
+def test_the_error_of_a_worker_out_of_reach_names_no_machine(details: str) -> None:
+    none = grpc.aio.Metadata()
+    error = error_from(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, details, None))
+    assert isinstance(error, WorkerUnavailable)
+    assert "10.0.0.7" not in str(error)
+    assert "the worker: " in str(error)
+    assert details.split(": ")[-1] in str(error), "what gRPC says of it remains"
 
 
 def test_a_client_that_leaves_while_its_answer_is_sent_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
