@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.commands.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, LoadPlan
+from cli.commands.fleet_polls import FleetPolls
 from cli.screens.terminal import print_line
 from core.config import RouterConfig, SchedulerConfig
 from core.cost.step_cost import StepCost, StepWork
@@ -32,6 +34,7 @@ from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
 from tandem_client.stubs.cluster_pb2 import GetFleetResponse
 
+REFRESH_S = 0.1  # between questions that no router has answered
 LIGHT_LOAD = 0.3  # of the busier pool, while requests are measured
 DEFAULT_STEP_TOKENS = 8192  # of a GPU that is known from public points only
 
@@ -60,17 +63,16 @@ async def calibrate(
         if plan.longest_prompt + max(plan.output_tokens, BATCH_OUTPUT_TOKENS) > model.context_length:
             raise ConfigError(f"the context of {model.name} is too short for these prompts: {model.context_length}")
         load = CalibrationLoad(client, plan, model.vocab_size)
-        before = workers_of(await client.fleet())
+        before = await _workers(client)
         num_prefill = sum(worker.is_prefill for worker in before)
         num_decode = len(before) - num_prefill
         if not num_decode:
             raise ConfigError("no decode worker serves")
         fitted_on = await load.fit(num_prefill, num_decode)
-        rate = _light_rate(
-            _costs(model.name, workers_of(await client.fleet()), fitted_on), plan, num_prefill, num_decode
-        )
+        fitted = _costs(model.name, await _workers(client), fitted_on)
+        rate = _light_rate(fitted, plan, num_prefill, num_decode)
         checked = await load.check(rate)
-        workers = workers_of(await client.fleet())
+        workers = await _workers(client)
         costs = _costs(model.name, workers, fitted_on)
     assumed = []
     if not any(worker.paths for worker in workers):
@@ -85,6 +87,15 @@ async def calibrate(
     comparison = _compare(checked, costs, num_prefill, num_decode, router)
     with_errors = replace(costs, median_error=comparison.median_error, largest_error=comparison.largest_error)
     return Calibration(with_errors, comparison, tuple(workers), len(checked), tuple(assumed))
+
+
+async def _workers(client: AsyncClient) -> list[MeasuredWorker]:
+    polls = FleetPolls("it was calibrated")
+    while True:
+        fleet = await polls.fleet(client)
+        if fleet is not None:
+            return workers_of(fleet)
+        await asyncio.sleep(REFRESH_S)
 
 
 def _costs(model: str, workers: Sequence[MeasuredWorker], requests: Sequence[MeasuredRequest]) -> Costs:

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from cli.commands.fleet_polls import FleetPolls
 from cli.screens.fleet_health import SILENT_MS, Health, health_of, slot_lines, status_json
 from cli.screens.path_lines import ID_DIGITS_HIDDEN, path_lines
 from cli.screens.pool_lines import num_serving, pool_lines, sizes_text, traffic_lines
@@ -168,16 +169,22 @@ def _state_text(state: worker_pb2.WorkerState) -> Text:
 async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> Health:
     """Live until Ctrl-C, or once if `once` or without a terminal. A rate needs two samples."""
     async with connection as client:
-        before = await _sample(client, with_ledger)
+        before, after = await _sample(client, with_ledger), None
+        polls = FleetPolls("the command ended")
         if once or not console.is_terminal:
-            await asyncio.sleep(REFRESH_S)
-            after = await _sample(client, with_ledger)
+            while after is None:
+                await asyncio.sleep(REFRESH_S)
+                after = await polls.ask(_sample(client, with_ledger))
             console.print(_view(before, after))
             return health_of(after.fleet)
         with Live(_view(None, before), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(REFRESH_S)
-                after = await _sample(client, with_ledger)
+                after = await polls.ask(_sample(client, with_ledger))
+                if after is None:
+                    live.update(Group(Text("no router answers now", style="red"), _view(None, before)), refresh=True)
+                    continue
+                polls.hear(after.fleet)
                 live.update(_view(before, after), refresh=True)
                 before = after
 

@@ -20,11 +20,14 @@ from rich.console import Console
 
 from cli import gateway
 from cli.commands import role as role_command
+from cli.commands import status
+from cli.commands.calibrate import calibrate
+from cli.commands.calibration_load import LoadPlan
 from cli.commands.key import print_new_key
 from cli.commands.serve import print_notices, wait_for_workers
 from cli.remote_router import RemoteRouter, tandem_error
 from core.config import TandemConfig, from_mapping
-from core.errors import TandemError, Unauthenticated, WorkerUnavailable
+from core.errors import ConfigError, TandemError, Unauthenticated, WorkerUnavailable
 from core.fleet_control import SlotState, SlotStatus
 from core.lifecycle import ServiceRole
 from core.service import Metadata
@@ -181,6 +184,38 @@ async def test_a_supervisor_that_fails_ends_the_command() -> None:
     with pytest.raises(TandemError, match="the supervisor has a bug"):
         await print_notices(cluster, printed.append)
     assert printed == ["decode-0 serves"]
+
+
+# ---- commands that ask a fleet more than once
+
+
+async def test_a_table_is_shown_after_a_question_that_no_router_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.0)
+    router, out, fleet = Mock(), io.StringIO(), cluster_pb2.GetFleetResponse(wanted_decode=7)
+    router.fleet = AsyncMock(side_effect=[fleet, AWAY, fleet])
+    await status.status(connection_to(router), Console(file=out), once=True, with_ledger=False)
+    assert "decode 0/7" in out.getvalue()
+
+
+async def test_a_live_table_says_when_no_router_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.0)
+    router, out, fleet = Mock(), io.StringIO(), cluster_pb2.GetFleetResponse()
+    console = Console(file=out, force_terminal=True)
+    refused = CallFailed(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
+    router.fleet = AsyncMock(side_effect=[fleet, AWAY, fleet, refused])
+    with pytest.raises(CallFailed, match="wrong token"):
+        await status.status(connection_to(router), console, once=False, with_ledger=False)
+    assert out.getvalue().count("no router answers now") == 1
+    assert router.fleet.await_count == 4
+
+
+async def test_a_calibration_asks_again_if_no_router_answers() -> None:
+    router = Mock()
+    router.model = AsyncMock(return_value=inference_pb2.GetModelResponse(context_length=4096))
+    router.fleet = AsyncMock(side_effect=[AWAY, cluster_pb2.GetFleetResponse()])
+    plan = LoadPlan(longest_prompt=256, output_tokens=16, largest_batch=4, num_checked=40, seed=0, timeout_s=60.0)
+    with pytest.raises(ConfigError, match="no decode worker serves"):
+        await calibrate(connection_to(router), plan, "never")
 
 
 # ---- a router over the wire
