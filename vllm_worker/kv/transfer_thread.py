@@ -24,6 +24,7 @@ from kv_transfer.transports.transport import PoolMemory, Transport
 from vllm_worker.kv.transfers import Command, EngineTransfers
 
 logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
+CLOSE_TIMEOUT_S = 5.0  # for the thread; beyond: it ends with the process
 
 
 class TransferThread:
@@ -57,7 +58,7 @@ class TransferThread:
 
     def close(self) -> None:
         self._events.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
         self._agent.close()
 
     def _on_events(self, events: list[AgentEvent]) -> None:
