@@ -57,7 +57,7 @@ OPTIONS = {
     "CMA_TX_QUOTA": "64",  # copies in a row: Python code between two copies would run with cold caches
 }
 MAX_GETS_IN_FLIGHT = 64  # gets of a read; a run is one get; beyond: they wait
-MAX_CONNECTIONS = 1024  # connections from peers; beyond: the oldest is forgotten
+MAX_CONNECTIONS = 1024  # connections from peers; beyond: a new one is closed, and the oldest name is forgotten
 MAX_STEPS = 16  # of progress in a row: while bytes arrive over TCP, progress would not end
 CONNECT_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 0.5  # a cancelled read that has not ended by then takes its connection with it
@@ -224,14 +224,18 @@ class UcxxTransport:
     # ---- connections
 
     def _accept(self) -> None:
-        """Accept connection requests, and close the endpoints of peers that are gone."""
+        """Accept connection requests, and close the endpoints of peers that are gone, and of new ones above the
+        limit. UCX keeps a request until it has an endpoint."""
         for endpoint in [endpoint for endpoint in self._accepted if not endpoint.alive]:
             endpoint.close_blocking()
             self._accepted.remove(endpoint)
-        while self._requests and len(self._accepted) < MAX_CONNECTIONS:
+        while self._requests:
             try:
-                request = self._requests.popleft()
-                self._accepted.append(self._listener.create_endpoint_from_conn_request(request, True))
+                endpoint = self._listener.create_endpoint_from_conn_request(self._requests.popleft(), True)
+                if len(self._accepted) < MAX_CONNECTIONS:
+                    self._accepted.append(endpoint)
+                else:
+                    endpoint.close_blocking()
             except ucx.UCXError as error:
                 logger.warning("a peer could not connect to %s: %s", self.name, error)
 

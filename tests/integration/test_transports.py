@@ -19,7 +19,7 @@ from core.errors import PeerDisconnected, TransportError
 from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
-from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, known_bytes, real_transport
+from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, host_pool, known_bytes, real_transport
 from tests.integration.transport_ends import SIZE, Ends, blocks
 from tests.support.unreliable_transport import Faults
 
@@ -220,3 +220,28 @@ def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:
     assert [known.name for known in both.b._incoming.values()] == ["a"]
     both.a.close()
     both.b.close()
+
+
+def test_a_connection_above_the_limit_is_closed_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX keeps each request that has no endpoint, and its peer would wait for the whole connect timeout."""
+    opening = real_transport("ucxx")
+    from kv_transfer.transports import ucxx_transport
+
+    monkeypatch.setattr(ucxx_transport, "MAX_CONNECTIONS", 1)
+    both: Any = Ends(opening)
+    both.a.notify("b", b"the first")
+    assert both.poll_until(bool) == [Notification("a", b"the first")]
+    late: Any = opening("late")
+    _, pool = host_pool()
+    late.register(pool)
+    late.connect(both.address_b)
+    connection = late._outgoing["b"]
+    while not connection.closed:
+        both.b.poll()
+        late.poll()
+    assert "within" not in connection.closed
+    assert not both.b._requests
+    both.a.notify("b", b"another")
+    assert both.poll_until(bool) == [Notification("a", b"another")]
+    for transport in (late, both.a, both.b):
+        transport.close()
