@@ -26,6 +26,7 @@ from gateway.fleets import Fleets
 from gateway.http.http_protocol import BoundedHttpProtocol
 from gateway.http.tls import TlsProtocol
 from gateway.http.tracing import SERVICE
+from runtime.shared_port import open_everywhere
 from runtime.tracing.telemetry import Telemetry
 
 BACKLOG = 2048
@@ -84,7 +85,7 @@ class HttpServer:
     async def start(self) -> None:
         """Raises `ConfigError` if the port cannot be had."""
         try:
-            sockets = listen(self._config.host, self._config.port)
+            sockets = open_everywhere(self._config.host, self._config.port, _listen)
         except OSError as error:
             where = f"{join_address(self._config.host, self._config.port)} ({error.strerror})"
             raise ConfigError(f"cannot listen on {where}; choose another port with --http") from error
@@ -142,27 +143,10 @@ class HttpServer:
         await self.drain(0.0)
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address of `host`, shared with other servers that listen so. Raises `OSError`."""
-    sockets: list[socket.socket] = []
-    missing: OSError | None = None
-    try:
-        for family, _, _, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-            try:
-                listening = socket.socket(family)
-            except OSError as error:  # a name may resolve to IPv6 on a machine without it
-                missing = error
-                continue
-            sockets.append(listening)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)
-            listening.setblocking(False)
-        if not sockets and missing is not None:
-            raise missing
-    except OSError:
-        for listening in sockets:
-            listening.close()
-        raise
-    return sockets
+def _listen(listening: socket.socket, address: tuple[Any, ...]) -> None:
+    """Share the port with other servers that listen so."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listening.bind(address)
+    listening.listen(BACKLOG)
+    listening.setblocking(False)

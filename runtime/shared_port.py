@@ -21,12 +21,15 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from core.service import join_address
 
 # An address that the name resolves to and that this machine lacks, such as ::1 without IPv6.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+Bind = Callable[[socket.socket, tuple[Any, ...]], None]
 
 
 class PortClaim:
@@ -36,23 +39,9 @@ class PortClaim:
     """
 
     def __init__(self, host: str, port: int, *, joins: bool = False) -> None:
-        self._host, self.port = host, port
-        self._sockets: list[socket.socket] = []
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        missing: OSError | None = None
-        for family, _, _, _, (name, _, *scope) in found:
-            try:
-                claimed = _claim(family, (name, self.port, *scope), joins)
-            except OSError as error:
-                if error.errno in _NO_SUCH_ADDRESS:
-                    missing = error
-                    continue
-                self.close()
-                raise
-            self._sockets.append(claimed)
-            self.port = claimed.getsockname()[1]
-        if missing is not None and not self._sockets:
-            raise missing
+        self._host = host
+        self._sockets = open_everywhere(host, port, _join if joins else _claim)
+        self.port: int = self._sockets[0].getsockname()[1]
 
     @property
     def address(self) -> str:
@@ -65,23 +54,52 @@ class PortClaim:
             claimed.close()
 
 
-def _claim(family: int, address: tuple[Any, ...], joins: bool) -> socket.socket:
-    claimed = socket.socket(family)
+def open_everywhere(host: str, port: int, bind: Bind) -> list[socket.socket]:
+    """A socket for every address of `host` that this machine has, all on one port. Raises `OSError`."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
     try:
-        if joins:
-            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            claimed.bind(address)
-            return claimed
-        if address[1] == 0:  # the kernel chooses a port that no program has; the shutdown below would free the port
-            claimed.bind(address)
-        else:
-            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            claimed.bind(address)
-            claimed.listen()
-            claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            claimed.shutdown(socket.SHUT_RDWR)
-        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for family, _, _, _, (name, _, *scope) in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            try:
+                opened = _opened(family, (name, port, *scope), bind)
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    raise
+                missing = error
+                continue
+            sockets.append(opened)
+            port = opened.getsockname()[1]
+        if missing is not None and not sockets:
+            raise missing
     except OSError:
-        claimed.close()
+        for opened in sockets:
+            opened.close()
         raise
-    return claimed
+    return sockets
+
+
+def _opened(family: int, address: tuple[Any, ...], bind: Bind) -> socket.socket:
+    opened = socket.socket(family)
+    try:
+        bind(opened, address)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _claim(claimed: socket.socket, address: tuple[Any, ...]) -> None:
+    if address[1] == 0:  # the kernel chooses a port that no program has; the shutdown below would free the port
+        claimed.bind(address)
+    else:
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claimed.bind(address)
+        claimed.listen()
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        claimed.shutdown(socket.SHUT_RDWR)
+    claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _join(claimed: socket.socket, address: tuple[Any, ...]) -> None:
+    claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    claimed.bind(address)

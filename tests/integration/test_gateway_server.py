@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import signal
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -205,6 +206,20 @@ async def test_a_router_fails_with_its_http_server(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(server._server, "on_tick", fail)
         assert str(await asyncio.wait_for(failed, 10.0)) == "no descriptors"
         await server.stop()
+
+
+async def test_an_address_that_the_machine_lacks_is_left_out_if_the_name_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where IPv6 is off, localhost may still be ::1 too."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1")]
+    server = HttpServer(GatewayConfig(host="somewhere"), TelemetryConfig(), Fleets([]))
+    with monkeypatch.context() as both:
+        both.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        await server.start()
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{server.port}/health")).status_code == 200
+    await server.stop()
 
 
 async def test_an_address_of_a_family_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
