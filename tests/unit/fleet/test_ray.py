@@ -20,11 +20,11 @@ import ray.exceptions
 from core.config import ClusterConfig
 from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from fleet.host.host import HostDied, LocalRank
+from fleet.host.host import Adoption, HostDied, LocalRank
 from fleet.host.service_host import ServiceHost, StartFault
 from fleet.law.claims import Claim, Claims, GpuUse
-from fleet.law.events import Member, SlotId
-from fleet.ray import hosts, supervisor_control
+from fleet.law.events import MachineId, Member, SlotId
+from fleet.ray import cluster, hosts, machines, supervisor_control
 from fleet.ray.calls import await_actor
 from fleet.ray.cluster import Cluster, begin
 from fleet.ray.head import RayHead
@@ -35,6 +35,7 @@ from fleet.supervisor.spec import FleetSpec
 from tests.support.limits import no_file_larger_than
 
 MEMBER = Member(SlotId(ServiceRole.DECODE, 0), ServiceRole.DECODE, 1)
+OTHER_MEMBER = Member(SlotId(ServiceRole.PREFILL, 0), ServiceRole.PREFILL, 1)
 NO_SERVICE = Mock()  # is never started
 SPEC = FleetSpec(ClusterConfig(), NO_SERVICE, NO_SERVICE, NO_SERVICE, lambda _: "", 0, 1.0, 1.0)
 
@@ -119,6 +120,41 @@ def test_only_the_main_thread_takes_the_signals_that_are_held_back_while_ray_joi
 
 
 @pytest.mark.parametrize(
+    ("given", "mode", "has_token"),
+    [
+        ({}, "token", True),
+        ({"RAY_AUTH_TOKEN_PATH": "/etc/token"}, "token", False),  # Ray reads that file only without RAY_AUTH_TOKEN
+        ({"RAY_AUTH_MODE": "disabled"}, "disabled", False),
+    ],
+)
+def test_a_ray_of_our_own_wants_a_token_unless_the_operator_says_otherwise(
+    given: dict[str, str], mode: str, has_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray listens on every address, and its clients can run code."""
+    head = Mock()
+    monkeypatch.setattr(cluster, "RayHead", head)
+    monkeypatch.delitem(sys.modules, "ray")  # Ray reads its settings when it is imported
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"], **given})
+    begin(ClusterConfig(num_prefill=2, num_decode=3, num_routers=1, decode_resource="gpus", max_workers=5))
+    assert os.environ["RAY_AUTH_MODE"] == mode
+    assert len(os.environ.get("RAY_AUTH_TOKEN", "")) == 64 * has_token
+    num_processes, resources, _ = head.call_args.args
+    assert num_processes == 7, "with the supervisor"
+    assert resources["gpus"] == 5
+
+
+async def test_machines_that_leave_have_the_seconds_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ms = 1e12
+    ends_at_ms = {"a": now_ms + 30_000, "b": 0, "c": now_ms - 1, "gone": now_ms}
+    nodes = [{"NodeID": name, "NodeManagerAddress": f"at-{name}"} for name in "abcd"]
+    monkeypatch.setattr("ray._private.state.state", Mock(get_draining_nodes=lambda: ends_at_ms))
+    monkeypatch.setattr(machines, "live_nodes", lambda: nodes)
+    monkeypatch.setattr("time.time", lambda: now_ms / 1e3)
+    found = await machines.leaving_machines(ClusterConfig(address="head:1"))
+    assert found == {MachineId("a", "at-a"): 30.0, MachineId("b", "at-b"): None, MachineId("c", "at-c"): 0.0}
+
+
+@pytest.mark.parametrize(
     ("role", "name"),
     [(ServiceRole.ROUTER, "Router"), (ServiceRole.PREFILL, "PrefillWorker"), (ServiceRole.DECODE, "DecodeWorker")],
 )
@@ -194,6 +230,24 @@ async def test_a_host_that_is_not_adopted_is_killed_and_the_operator_gets_the_re
     kill.assert_called_once_with(actor)
 
 
+async def test_of_two_services_of_one_slot_one_is_adopted_and_the_other_killed(
+    monkeypatch: pytest.MonkeyPatch, kill: Mock
+) -> None:
+    actors = {}
+    for name, member in (("first", MEMBER), ("second", MEMBER), ("other", OTHER_MEMBER)):
+        adoption = Adoption(member, Mock(), MachineId("here", ""), 0)
+        actors[name] = Mock(adopt=Mock(remote=AsyncMock(return_value=adoption)))
+    monkeypatch.setattr("ray.get_actor", actors.__getitem__)
+    monkeypatch.setattr(hosts, "_names_of_hosts", lambda: list(actors))
+    found, ended = await hosts.find_services(SPEC)
+    assert [adoption.member for _, adoption in found] == [MEMBER, OTHER_MEMBER]
+    assert not ended
+    kill.assert_called_once()
+    (killed,) = kill.call_args.args
+    (kept,) = {"first", "second"} - {name for name, actor in actors.items() if actor is killed}
+    assert found[0][0]._actor is actors[kept]  # type: ignore[attr-defined]
+
+
 async def test_a_router_of_a_later_version_says_what_its_supervisor_lacks() -> None:
     for actor in OTHER_VERSIONS[1:]:
         with pytest.raises(WorkerUnavailable, match=r"version of Tandem does not take the call notes: .*serve` again"):
@@ -237,12 +291,12 @@ async def test_an_actor_that_ray_kills_for_memory_is_dead() -> None:
 
 def test_a_ray_that_leaves_keeps_no_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's shutdown gives SIGTERM its default action. A second one then ended `tandem serve` while Ray closed."""
-    before, cluster = signal.getsignal(signal.SIGTERM), Cluster("somewhere:1")
-    cluster._entered_ray = True
+    before, joined = signal.getsignal(signal.SIGTERM), Cluster("somewhere:1")
+    joined._entered_ray = True
     monkeypatch.setattr("ray.shutdown", lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        cluster.close()
+        joined.close()
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
