@@ -143,6 +143,29 @@ def test_a_ray_of_our_own_wants_a_token_unless_the_operator_says_otherwise(
     assert resources["gpus"] == 5
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, [(4096, 4096)]),
+        (1024, resource.RLIM_INFINITY, [(65_536, resource.RLIM_INFINITY)]),
+        (70_000, 80_000, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+    ],
+)
+def test_the_fleet_may_open_as_many_files_as_the_system_allows_it(
+    soft: int, hard: int, raised: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, changed = {resource.RLIMIT_NOFILE: (soft, hard)}, Mock()
+    infinite = (resource.RLIM_INFINITY,) * 2
+    with monkeypatch.context() as patched:  # and with python -O, which Ray takes
+        patched.setattr("resource.getrlimit", lambda kind: limits.get(kind, infinite))
+        patched.setattr("resource.setrlimit", changed)
+        patched.setattr("sys.flags", Mock(optimize=1))
+        patched.setattr(cluster, "RayHead", Mock())
+        begin(ClusterConfig())
+    assert [call.args for call in changed.call_args_list] == [(resource.RLIMIT_NOFILE, each) for each in raised]
+
+
 async def test_machines_that_leave_have_the_seconds_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ms = 1e12
     ends_at_ms = {"a": now_ms + 30_000, "b": 0, "c": now_ms - 1, "gone": now_ms}
