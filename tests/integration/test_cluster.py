@@ -223,7 +223,15 @@ async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_p
         await Cluster().start(fake_fleet(tmp_path / "other", CONFIG))
 
 
-@pytest.mark.parametrize(("address", "message"), [("127.0.0.1:9", "no Ray cluster at"), ("here", "must be host:port")])
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:9", "no Ray cluster at"),
+        ("here", "must be host:port"),
+        (":9", "must be host:port"),
+        ("127.0.0.1:ray", "must be host:port"),
+    ],
+)
 async def test_joining_what_is_not_there_says_so_at_once(address: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         connect(ClusterConfig(address=address))

@@ -22,6 +22,15 @@ async def waiting_for(service: Any) -> tuple[ServiceHost, asyncio.Task[str]]:
     return host, waiting
 
 
+async def test_a_router_hears_of_the_workers_and_of_the_routers() -> None:
+    host, workers, routers = ServiceHost(), Mock(), Mock()
+    router = Mock(set_workers=AsyncMock(), set_routers=AsyncMock())
+    host._service = router
+    await host.set_fleet(workers, routers)
+    router.set_workers.assert_awaited_once_with(workers)
+    router.set_routers.assert_awaited_once_with(routers)
+
+
 @pytest.mark.parametrize("fault", [None, OSError("it cannot drain")])
 async def test_a_service_that_has_drained_or_cannot_is_stopped_and_ends_the_wait(fault: OSError | None) -> None:
     service = Mock(drain=AsyncMock(side_effect=fault), stop=AsyncMock(), failed=asyncio.Event().wait)
