@@ -320,10 +320,8 @@ def error_from(error: grpc.RpcError) -> TandemError:
     details = error.details() or error.code().name
     pairs: Any = error.trailing_metadata() or ()  # the stubs declare another type
     trailers = dict(pairs)
-    if (
-        RETRYABLE_KEY not in trailers
-    ):  # gRPC made the status, such as "... last error: UNKNOWN: ipv4:10.0.0.7:50051: ..."
-        details = re.sub(r"\S+:\d+\b", "the worker", details)
+    if RETRYABLE_KEY not in trailers:  # gRPC made the status: "... last error: UNKNOWN: ipv4:10.0.0.7:50051: ..."
+        details = re.sub(r"\S{1,100}:\d{1,5}\b", "the worker", details)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         field = str(trailers.get(FIELD_KEY, "request"))
         return InvalidRequest(field, details.removeprefix(f"{field}: "))

@@ -157,10 +157,9 @@ def test_the_fleet_may_open_as_many_files_as_the_system_allows_it(
 ) -> None:
     limits, changed = {resource.RLIMIT_NOFILE: (soft, hard)}, Mock()
     infinite = (resource.RLIM_INFINITY,) * 2
-    with monkeypatch.context() as patched:  # and with python -O, which Ray takes
+    with monkeypatch.context() as patched:
         patched.setattr("resource.getrlimit", lambda kind: limits.get(kind, infinite))
         patched.setattr("resource.setrlimit", changed)
-        patched.setattr("sys.flags", Mock(optimize=1))
         patched.setattr(cluster, "RayHead", Mock())
         begin(ClusterConfig())
     assert [call.args for call in changed.call_args_list] == [(resource.RLIMIT_NOFILE, each) for each in raised]

@@ -44,7 +44,8 @@ the other choices start anywhere once the worker that has the prompt is lost
   tokens_from a#1 0 11
   enter D incarnation=2   -> peers P left D; cancel a#1; withdraw a#1 P/1; peers D owner P; peers P reader D@2
                           -> decode a#2 D from P/2 behind 11; prefill a#2 P for D@2/2 behind 11
-  stopped a               -> cancel a#2; withdraw a#2 P/2; finish a stop, recomputed, 1 tokens, attempts 2
+  stopped a               -> cancel a#2; withdraw a#2 P/2
+                          -> finish a stop, recomputed, 1 tokens, attempts 2, cached 8
                           -> decode b#1 D from P/3; prefill b#1 P for D@2/3
 
 a call is admitted or refused as a whole
