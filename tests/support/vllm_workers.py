@@ -103,7 +103,8 @@ class FakeEngineFleet:
             machine = service._machine
             await until(lambda: machine.idle, "a worker has a call")  # noqa: B023 - awaited in this round
             machine.check()
-        held = self.router._shell._driver.machine.workers.index.held
+        router: Any = self.router._shell._driver.machine
+        held = router.workers.index.held
         for name, endpoint in self.endpoints.items():
             view, worker_id = self.services[name]._view, endpoint.service_id
             await until(lambda: held(worker_id) == set(view.cached_blocks), "a report is on its way")  # noqa: B023
