@@ -85,26 +85,25 @@ def _delay_calls(module: Any) -> None:
     module.checked = checked
 
 
-def _delay(place: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def delayed(*arguments: Any) -> Any:
-        result = method(*arguments)
-        time.sleep(draw(place))
-        return result
+def _delay_method(place: str, owner: str, name: str) -> Callable[[Any], None]:
+    def patch(module: Any) -> None:
+        plain = getattr(getattr(module, owner), name)
 
-    return delayed
+        def delayed(*arguments: Any) -> Any:
+            result = plain(*arguments)
+            time.sleep(draw(place))
+            return result
 
+        setattr(getattr(module, owner), name, delayed)
 
-def _delay_steps(module: Any) -> None:
-    module.StepExecutor._collect = _delay("step", module.StepExecutor._collect)
-
-
-def _delay_agent(module: Any) -> None:
-    module.TransferAgent._run_once = _delay("agent", module.TransferAgent._run_once)
+    return patch
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
-    "runtime.rpc.checked_handlers": _delay_calls, "worker.executor": _delay_steps, "kv_transfer.agent": _delay_agent
-}  # fmt: skip
+    "runtime.rpc.checked_handlers": _delay_calls,
+    "worker.executor": _delay_method("step", "StepExecutor", "_collect"),
+    "kv_transfer.agent": _delay_method("agent", "TransferAgent", "_run_once"),
+}
 
 
 class _Loader(SourceFileLoader):
