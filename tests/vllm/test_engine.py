@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,9 @@ class Engines:
     compiler_cache: Path
     compiled_at_start: frozenset[Path]
 
-    def compiled(self) -> frozenset[Path]:
-        return frozenset(self.compiler_cache.rglob("*.so"))
+
+def compiled_in(compiler_cache: Path) -> frozenset[Path]:
+    return frozenset(compiler_cache.rglob("*.so"))
 
 
 @contextlib.asynccontextmanager
@@ -58,8 +59,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         places = ("prefill", 0), ("decode", 0)
         with started_workers(directory, *places, engines_alone=True, changes=changes) as started:
-            none = Engines(started, cache, frozenset())
-            yield replace(none, compiled_at_start=none.compiled())
+            yield Engines(started, cache, compiled_in(cache))
 
 
 class TestVllm(EngineContract):
@@ -77,4 +77,4 @@ class TestVllm(EngineContract):
         async with watched(engines.processes["prefill-0"]) as engine:
             requests = [a_request(number, 20, num_logprobs=0) for number in (1, 2)]
             await asyncio.gather(*(engine.complete(request) for request in requests))
-        assert engines.compiled() == engines.compiled_at_start
+        assert compiled_in(engines.compiler_cache) == engines.compiled_at_start
