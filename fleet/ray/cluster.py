@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import resource
@@ -73,10 +74,8 @@ class Cluster:
         self._entered_ray = False
         self._supervisor: Any = None
         self._pending_updates: Any = None
-        with _signals_held_back():
-            import numpy  # its threads, too, leave signals to the main thread: in another one, a Ray that joins aborts
-
-            del numpy
+        with _signals_held_back():  # else a thread of numpy takes a signal, and a Ray that joins aborts
+            importlib.import_module("numpy")
 
     def join(self) -> None:
         """Wait for Ray and become one of its drivers. Raises `ConfigError` if Ray does not start; call `close` then."""
