@@ -65,7 +65,7 @@ def check_token_stays(given: SecurityConfig, credentials: Credentials) -> str:
 def client_of(address: str, credentials: Credentials) -> AsyncClient:
     """The client of a command. Its API key comes from the environment, which other users of the machine cannot read."""
     return AsyncClient(
-        address.replace("[::]", "127.0.0.1"),  # a machine without IPv6 serves [::], too
+        address,
         ClientCredentials(
             credentials.token, credentials.cert, credentials.key, credentials.ca, credentials.server_name,
             os.environ.get(API_KEY_VARIABLE, ""),

@@ -113,8 +113,8 @@ async def answer(call: Awaitable[T]) -> T:
 def tandem_error(error: CallFailed) -> TandemError:
     """The error that the router raised, as far as its status and its trailers tell. Without the address of the router,
     which is no matter of HTTP clients."""
-    text = str(error).replace(f" at {error.address}", "")
-    found = QueueFull(text, error.retry_after_s) if error.retry_after_s is not None else TandemError(text)
+    text, pause_s = error.anonymous, error.retry_after_s
+    found = TandemError(text) if pause_s is None else QueueFull(text, pause_s)
     found.code = ErrorCode.__members__.get(error.code.name, ErrorCode.INTERNAL)
     found.field, found.retryable = error.field, error.retryable
     return found

@@ -67,7 +67,7 @@ class AsyncClient:
         clock: Clock = SYSTEM_CLOCK,
         resume: RetryPolicy = RESUME,
     ) -> None:
-        self._routers = [_Router(_checked(each)) for each in ([address] if isinstance(address, str) else address)]
+        self._routers = [_Router(_dialled(each)) for each in ([address] if isinstance(address, str) else address)]
         self.address = ", ".join(router.address for router in self._routers)
         self._credentials, self._clock = credentials, clock
         self._retry, self._resume, self._retrying = retry, resume, Retrying(clock)
@@ -339,9 +339,9 @@ class Client:
     apply = _blocking(AsyncClient.apply)
 
 
-def _checked(address: str) -> str:
+def _dialled(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         message = f"router: must be host:port, with a port in [1, 65535], is {address!r}"
         raise CallFailed(grpc.StatusCode.INVALID_ARGUMENT, message, field="router")
-    return address
+    return f"127.0.0.1:{port}" if host == "[::]" else address  # a machine without IPv6 serves [::], too

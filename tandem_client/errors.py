@@ -26,7 +26,7 @@ class CallFailed(Exception):
         retryable: bool = False,
         retry_after_s: float | None = None,
         lost: bool = False,
-        address: str = "",
+        anonymous: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -34,7 +34,7 @@ class CallFailed(Exception):
         self.retryable = retryable  # whether the same request may succeed later
         self.retry_after_s = retry_after_s  # the router's hint; None without one
         self.lost = lost  # the router was not reached, or went away: no router has given the status
-        self.address = address  # of the router, if the message names it
+        self.anonymous = anonymous or message  # the message without the router's address, and without words of gRPC
 
 
 def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: bool = False) -> CallFailed:
@@ -43,8 +43,9 @@ def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: b
     code, details = error.code(), error.details() or ""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
-        message, retryable = _explained(code, details, address, limit_s, streaming)
-        return CallFailed(code, message, retryable=retryable, lost=code in _LOST, address=address)
+        message, retryable = _explained(code, details, f" at {address}", f": {details}", limit_s, streaming)
+        anonymous, _ = _explained(code, details, "", "", limit_s, streaming)
+        return CallFailed(code, message, retryable=retryable, lost=code in _LOST, anonymous=anonymous)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
         code,
@@ -55,25 +56,27 @@ def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: b
     )
 
 
-def _explained(code: grpc.StatusCode, details: str, address: str, limit_s: float, streaming: bool) -> tuple[str, bool]:
-    """(message, retryable). A message says " at ADDRESS", which `cli.remote_router` leaves out."""
+def _explained(
+    code: grpc.StatusCode, details: str, place: str, quoted: str, limit_s: float, streaming: bool
+) -> tuple[str, bool]:
+    """(message, retryable). `place`: " at ADDRESS", or "". `quoted`: ": DETAILS", or ""."""
     match code:
         case grpc.StatusCode.UNAVAILABLE if streaming:
-            return f"the router at {address} went away in the middle of the answer; send the request again", True
+            return f"the router{place} went away in the middle of the answer; send the request again", True
         case grpc.StatusCode.UNAVAILABLE if "refused" in details:
-            return f"no router at {address}; start one with `tandem serve`", True
+            return f"no router{place}; start one with `tandem serve`", True
         case grpc.StatusCode.UNAVAILABLE:
-            found = f"no answer from the router at {address}"
+            found = f"no answer from the router{place}"
             return f"{found}: it is out of reach, or its TLS settings differ from the client's", True
         case grpc.StatusCode.CANCELLED:
-            return f"the router at {address} ended the call while it closed; send the request again", True
+            return f"the router{place} ended the call while it closed; send the request again", True
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return f"no answer from the router at {address} within {limit_s:g} s; see `tandem status`", False
+            return f"no answer from the router{place} within {limit_s:g} s; see `tandem status`", False
         case grpc.StatusCode.UNAUTHENTICATED:
-            return f"the router at {address} wants its cluster's token: {details}", False
+            return f"the router{place} wants its cluster's token{quoted}", False
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return f"too large a message for the router at {address} (router.max_message_bytes): {details}", False
+            return f"too large a message for the router{place} (router.max_message_bytes){quoted}", False
         case grpc.StatusCode.UNIMPLEMENTED:
-            return f"the server at {address} is no Tandem router of this version: {details}", False
+            return f"the server{place} is no Tandem router of this version{quoted}", False
         case _:
-            return details or code.name, False
+            return f"the call of the router{place} failed with {code.name}{quoted}", False

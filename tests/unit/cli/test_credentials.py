@@ -138,11 +138,6 @@ def test_the_config_file_overrides_the_token_file(tmp_path: Path) -> None:
         assert find_credentials(config, ROUTER).token == "the-token-in-the-file"
 
 
-def test_a_command_reaches_a_router_on_every_address_also_without_ipv6() -> None:
-    assert client_of("[::]:50051", OPEN).address == ROUTER
-    assert client_of("[::1]:50051", OPEN).address == "[::1]:50051"
-
-
 def test_the_api_key_of_a_command_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_API_KEY", "tandem-key")
     assert client_of(ROUTER, OPEN)._credentials.headers(()) == [("authorization", "Bearer tandem-key")]

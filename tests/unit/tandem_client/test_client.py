@@ -162,6 +162,10 @@ async def test_a_router_that_answers_no_connection_holds_up_a_call_for_a_fourth_
             assert 0.4 < time.monotonic() - begun_at < 5
 
 
+def test_a_router_on_every_address_is_reached_also_without_ipv6() -> None:
+    assert AsyncClient(["[::]:50051", "[::1]:50051"]).address == "127.0.0.1:50051, [::1]:50051"
+
+
 @pytest.mark.parametrize("address", ["", "foo", "foo:", ":50051", "host:port"])
 def test_an_address_without_host_or_port_is_refused_as_such(address: str) -> None:
     with pytest.raises(CallFailed, match=r"^router: must be host:port, with a port in \[1, 65535\], is "):
