@@ -270,7 +270,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             server = DigestServer(options.timeout_s)
             host = str(socket.getaddrinfo(options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST, None)[0][4][0])
             place = parallel.data_parallel_index * num_ranks + rank
-            port = loop.submit(server.start(host, options.port and options.port + place)).result()
+            port = loop.submit(server.start(host, options.port and options.port + place)).result(options.timeout_s)
             self._address = (host, port)
             self._owner = Owner(
                 digests,

@@ -39,7 +39,7 @@ def test_no_kernel_accesses_memory_out_of_bounds_and_the_sanitizer_would_see_it(
         [sys.executable, program, library],
         env=os.environ
         | {
-            "LD_PRELOAD": os.path.realpath(found),  # else the library would not load
+            "LD_PRELOAD": f"{os.path.realpath(found)} {os.environ.get('LD_PRELOAD', '')}",  # first, else nothing loads
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=23",  # the leaks are Python's own
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(program.parents[4]),
