@@ -20,7 +20,7 @@ ADVISE_FLAGS = (
     flag_of("rate", None, "Requests per second that you have now. (default: that of the log)", float),
     flag_of("prometheus", None, "In place of a log: URL of the Prometheus server that scrapes your vLLM.", str),
     flag_of("labels", "", "With --prometheus: selects series, such as 'model_name=\"llama\"'."),
-    flag_of("window-s", 3600.0, "With --prometheus: the load is that of so many seconds up to now."),
+    flag_of("window-s", 3600.0, "With --prometheus: the load is that of so many seconds up to ten seconds ago."),
     flag_of("plot", None, "Draw attainment by rate into this file, .png or .svg; needs the extra plots.", Path),
     *(flag for flag in SIMULATE_FLAGS if flag.name in BY_HAND),
 )

@@ -22,6 +22,9 @@ HITS, ASKED = "vllm[:_]prefix_cache_hits_total", "vllm[:_]prefix_cache_queries_t
 KEY_VARIABLE = "PROMETHEUS_TOKEN"  # environment variable with a bearer token of the server
 ANSWER_S = 30.0  # seconds of Prometheus for each of eight queries; beyond: `ConfigError`
 MAX_WINDOW_S = 315_360_000.0  # seconds of `--window-s` of `tandem advise`, ten years; beyond: `ConfigError`
+# The window ends so many seconds ago: a scrape counts from its begin on, but its values are there at its end. Within
+# Prometheus's default `scrape_timeout` it would come between two queries, and each would extrapolate other values.
+SETTLED_S = 10.0
 MAX_SHOWN = 300  # characters of the server's own error
 # Share of the requests by which counts that must be equal or rise may differ: the server extrapolates each, and a vLLM
 # that starts again in the window takes some of each bucket with it.
@@ -48,9 +51,10 @@ def read_prometheus(url: str, labels: str, window_s: float, num: int) -> Load:
 
 
 async def _read(endpoint: Endpoint, labels: str, window_s: int, num: int) -> Load:
-    at = _sum(await _ask(endpoint, "vector(time())"))  # all queries ask for the same time, so that their answers agree
-    if not at:
+    now = _sum(await _ask(endpoint, "vector(time())"))
+    if not now:
         raise ValueError(f"{endpoint.url} does not tell its time")
+    at = now - SETTLED_S  # all queries ask for the same time, so that their answers agree
 
     async def increase(metric: str, by: str = "") -> Series:
         series = f'{{__name__=~"{metric}",{labels}}}[{window_s}s]'

@@ -23,6 +23,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 
+from cli.commands import prometheus_load
 from cli.commands.prometheus_load import ASKED, HITS, OUTPUTS, PROMPTS, read_prometheus
 from core.config import TandemConfig, TelemetryConfig
 from core.errors import ConfigError, QueueFull
@@ -191,8 +192,11 @@ def has_number(result: list[dict[str, Any]]) -> bool:
     return any(not math.isnan(float(series["value"][1])) for series in result)
 
 
-async def test_advise_reads_the_load_of_a_vllm_from_its_prometheus(tmp_path: Path, metrics_port: int) -> None:
+async def test_advise_reads_the_load_of_a_vllm_from_its_prometheus(
+    tmp_path: Path, metrics_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM stands here as the series that it exports (vllm/v1/metrics/loggers.py, 0.32)."""
+    monkeypatch.setattr(prometheus_load, "SETTLED_S", 2.0)  # ten scrapes, with time to store them
     page = CollectorRegistry()
     of_models = Histogram(name_of(PROMPTS), "", ("model_name",), registry=page, buckets=(1000, 2000, 5000))
     prompts, other_prompts = of_models.labels("a"), of_models.labels("b")

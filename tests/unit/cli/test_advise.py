@@ -19,7 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.commands import prometheus_load
-from cli.commands.prometheus_load import KEY_VARIABLE, MAX_WINDOW_S, OUTPUTS, PROMPTS, read_prometheus, series_of
+from cli.commands.prometheus_load import (
+    KEY_VARIABLE,
+    MAX_WINDOW_S,
+    OUTPUTS,
+    PROMPTS,
+    SETTLED_S,
+    read_prometheus,
+    series_of,
+)
 from cli.screens.advise_report import Question, as_json_object, limit_of
 from conformance.http_exchange import Call, End, Reply
 from core.errors import ConfigError
@@ -300,7 +308,9 @@ def test_any_series_are_a_load_or_refused(
     answer = answers(prompts, outputs, total, hits)
 
     async def exchanged(_: object, call: Call, __: float) -> Reply:
-        return Reply(200, body=bytearray(answer(unquote_plus(call.path))), end=End.COMPLETE)
+        query = unquote_plus(call.path)
+        assert "vector(time())" in query or f"time={1.7e9 - SETTLED_S}" in query, "no scrape is on its way then"
+        return Reply(200, body=bytearray(answer(query)), end=End.COMPLETE)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prometheus_load, "exchange", exchanged)
