@@ -105,7 +105,7 @@ class _UcxRead:
 class _Incoming:
     """A connection from a peer to us. Its tag identifies it."""
 
-    name: str = ""  # of the peer; empty before the hello
+    name: str = ""  # of the peer; empty before the hello, and once it is forgotten
     receives: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)  # oldest first
 
 
@@ -353,11 +353,14 @@ class UcxxTransport:
                 elif kind == _NOTIFICATION and connection.name:
                     notifications.append(Notification(connection.name, payload))
             if not connection.name and not connection.receives:
-                self._incoming.pop(tag, None)  # it has begun with another message than the hello
+                self._incoming.pop(tag, None)  # it is forgotten, or has begun with another message than the hello
         return notifications
 
     def _forget_older(self, tag: int, name: str) -> None:
-        """Forget the older connections from a peer, and the oldest of all above the limit."""
-        for old, other in list(self._incoming.items()):
-            if old != tag and (other.name == name or len(self._incoming) > MAX_CONNECTIONS):
-                del self._incoming[old]
+        """Forget the names of older connections from a peer, and the oldest of all names above the limit. `_receive`
+        removes such a connection when its receives have ended: until then UCX writes into their buffers."""
+        others = [known for other, known in self._incoming.items() if other != tag and known.name]
+        num_above = len(others) + 1 - MAX_CONNECTIONS
+        for place, known in enumerate(others):
+            if known.name == name or place < num_above:
+                known.name = ""

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,32 @@ def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:
     wanted = [Notification("a", b"known"), Notification("a", b"last")]
     assert both.poll_until(lambda events: len(events) == len(wanted)) == wanted
     assert [known.name for known in both.b._incoming.values()] == ["a"]
+    both.a.close()
+    both.b.close()
+
+
+def test_a_forgotten_connection_keeps_the_memory_of_its_message_until_that_has_arrived() -> None:
+    """A peer connects again while its last message arrives, and UCX writes on into the buffer."""
+    both: Any = Ends(real_transport("ucxx"))
+    both.a.notify("b", b"the first")
+    both.poll_until(bool)
+    ((tag, old),) = both.b._incoming.items()
+    both.a.notify("b", bytes(1 << 20))
+    while not old.receives:
+        both.a.poll()
+        both.b.poll()
+    request, buffer = old.receives[0]
+    assert not request.completed
+    arriving = weakref.ref(buffer)
+    del old, buffer
+    both.b._forget_older(tag + 1, "a")
+    assert arriving() is not None
+    assert both.b._incoming.keys() == {tag}
+    while arriving() is not None:
+        both.a.poll()
+        assert both.b.poll() == []
+    assert request.completed
+    assert not both.b._incoming
     both.a.close()
     both.b.close()
 
