@@ -33,6 +33,7 @@ from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, TransportEvent, check_runs, read_end
+from protos.handoff_codec import MAX_MESSAGE_BYTES
 
 _environment = dict(os.environ)
 import ucxx._lib.libucxx as ucx  # noqa: E402
@@ -334,7 +335,8 @@ class UcxxTransport:
     def _receive(self) -> list[TransportEvent]:
         with _errors_mapped("take notifications"):
             while (probe := self._worker.tag_probe(Tag(0), TagMask(0), remove=True)).matched:
-                buffer = np.empty(probe.length, np.uint8)
+                # UCX ends the receive of a longer message with an error. Its sender chooses the length.
+                buffer = np.empty(min(probe.length, 1 + MAX_MESSAGE_BYTES), np.uint8)
                 request = self._worker.tag_recv_with_handle(Array(buffer), probe)
                 self._incoming.setdefault(probe.sender_tag.value, _Incoming()).receives.append((request, buffer))
                 self.busy = True
@@ -345,7 +347,7 @@ class UcxxTransport:
                 try:
                     request.check_error()
                 except ucx.UCXError:
-                    continue  # the sender has died
+                    continue  # the sender has died, or the message is too long
                 kind, payload = buffer[:1].tobytes(), buffer[1:].tobytes()
                 if kind == _HELLO:
                     connection.name = payload.decode(errors="replace")

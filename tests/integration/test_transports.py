@@ -223,6 +223,19 @@ def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:
     both.b.close()
 
 
+def test_a_message_above_the_limit_is_dropped_whatever_length_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening = real_transport("ucxx")
+    from kv_transfer.transports import ucxx_transport
+
+    monkeypatch.setattr(ucxx_transport, "MAX_MESSAGE_BYTES", 1000)
+    both: Any = Ends(opening)
+    for num_bytes in (1001, 2 << 20, 1000):
+        both.a.notify("b", bytes(num_bytes))
+    assert both.poll_until(bool) == [Notification("a", bytes(1000))]
+    both.a.close()
+    both.b.close()
+
+
 def test_a_forgotten_connection_keeps_the_memory_of_its_message_until_that_has_arrived() -> None:
     """A peer connects again while its last message arrives, and UCX writes on into the buffer."""
     both: Any = Ends(real_transport("ucxx"))
