@@ -59,6 +59,7 @@ OPTIONS = {
 }
 MAX_GETS_IN_FLIGHT = 64  # gets of a read; a run is one get; beyond: they wait
 MAX_CONNECTIONS = 1024  # connections from peers; beyond: a new one is closed, and the oldest name is forgotten
+MAX_ACCEPTS = 16  # connection requests that one poll accepts, of about a millisecond each; beyond: the next poll
 MAX_STEPS = 16  # of progress in a row: while bytes arrive over TCP, progress would not end
 CONNECT_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 0.5  # a cancelled read that has not ended by then takes its connection with it
@@ -230,7 +231,7 @@ class UcxxTransport:
         for endpoint in [endpoint for endpoint in self._accepted if not endpoint.alive]:
             endpoint.close_blocking()
             self._accepted.remove(endpoint)
-        while self._requests:
+        for _ in range(min(len(self._requests), MAX_ACCEPTS)):
             try:
                 endpoint = self._listener.create_endpoint_from_conn_request(self._requests.popleft(), True)
                 if len(self._accepted) < MAX_CONNECTIONS:

@@ -223,6 +223,30 @@ def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:
     both.b.close()
 
 
+def test_one_poll_accepts_some_of_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening = real_transport("ucxx")
+    from kv_transfer.transports import ucxx_transport
+
+    monkeypatch.setattr(ucxx_transport, "MAX_ACCEPTS", 1)
+    both: Any = Ends(opening)
+    both.read(blocks([(0, 0)]))
+    late: list[Any] = [opening(name) for name in ("c", "d")]
+    pools = [host_pool() for _ in late]
+    for transport, (_, pool) in zip(late, pools, strict=True):
+        transport.register(pool)
+        transport.connect(both.address_b)
+    while len(both.b._requests) < len(late):
+        both.b._progress()
+        for transport in late:
+            transport.poll()
+    both.b.poll()
+    assert len(both.b._requests) == 1
+    both.b.poll()
+    assert not both.b._requests
+    for transport in (*late, both.a, both.b):
+        transport.close()
+
+
 def test_a_message_above_the_limit_is_dropped_whatever_length_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = real_transport("ucxx")
     from kv_transfer.transports import ucxx_transport
