@@ -124,6 +124,7 @@ class UcxxTransport:
         self._reads: dict[int, _UcxRead] = {}
         self._handles = count()
         self._requests: deque[int] = deque()  # connection requests from the listener
+        self._num_refused = 0  # of these, no endpoint could be made
         self._accepted: list[Any] = []  # endpoints; dropping one closes it
         self._incoming: OrderedDict[int, _Incoming] = OrderedDict()  # by tag, oldest first
         with _errors_mapped("start ucxx"):
@@ -239,7 +240,9 @@ class UcxxTransport:
                 else:
                     endpoint.close_blocking()
             except ucx.UCXError as error:
-                logger.warning("a peer could not connect to %s: %s", self.name, error)
+                self._num_refused += 1
+                if self._num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, ...: no peer can fill the log
+                    logger.warning("%d connections to %s failed, the last: %s", self._num_refused, self.name, error)
 
     def _decode(self, peer: AgentAddress) -> tuple[str, int, bytes]:
         """Host and port to connect to, and the packed key of the pool."""

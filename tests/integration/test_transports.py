@@ -247,6 +247,23 @@ def test_one_poll_accepts_some_of_many_connections(monkeypatch: pytest.MonkeyPat
         transport.close()
 
 
+def test_connections_that_fail_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Any bytes that a stranger sends to the listener may be one."""
+    transport: Any = real_transport("ucxx")("a")
+    import ucxx._lib.libucxx as ucx
+
+    class Failing:
+        def create_endpoint_from_conn_request(self, *_: object) -> None:
+            raise ucx.UCXError("Invalid parameter")
+
+    listener, transport._listener = transport._listener, Failing()
+    transport._requests.extend(range(10))
+    transport._accept()
+    transport._listener = listener
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [1, 2, 4, 8]
+    transport.close()
+
+
 def test_a_message_above_the_limit_is_dropped_whatever_length_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = real_transport("ucxx")
     from kv_transfer.transports import ucxx_transport
