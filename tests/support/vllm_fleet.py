@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,9 @@ class VllmProcess(ServiceProcess):
         await asyncio.to_thread(self.call, "drain", timeout_s=DRAIN_S)
 
     def engine(self) -> psutil.Process:
-        """The process that schedules, whose child computes."""
+        """The process that schedules, whose child computes. Its title fails if the user has set some variables."""
         children = psutil.Process(self.pid).children()
-        return next(child for child in children if any("EngineCore" in word for word in child.cmdline()))
+        return next(child for child in children if re.search("EngineCore|spawn_main", " ".join(child.cmdline())))
 
     def group(self) -> list[psutil.Process]:
         """The processes that are left of the group."""
