@@ -1,6 +1,6 @@
 """Run a command as on a Xeon with AMX, on a CPU with AVX-512 BF16 but without AMX:
 
-    python -m tools.amx pytest -q -n 2 tests/unit/engine
+    python -m tools.amx pytest -q -n 2 tests/unit/engine/cpu
 
 /proc/cpuinfo names AMX there, so the kernels for tiles are compiled and chosen, and `tile_traps.c` runs each of their
 tile instructions. It is slow, about 2 us an instruction: the default model decodes a token in two seconds. It needs the
