@@ -48,6 +48,7 @@ CLASS_HOOKS = frozenset({
     "get_required_kvcache_layout", "requires_piecewise_for_cudagraph", "build_kv_connector_stats", "build_prom_metrics",
 })  # fmt: skip
 UNSHARED = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+START_S = 60.0  # seconds until the digest server has its port; beyond: the engine does not start
 
 logger = logging.getLogger("vllm." + __name__)  # with vLLM's handlers
 
@@ -270,7 +271,7 @@ class VerifiedConnector(_PassingConnector):  # type: ignore[misc]
             server = DigestServer(options.timeout_s)
             host = str(socket.getaddrinfo(options.host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST, None)[0][4][0])
             place = parallel.data_parallel_index * num_ranks + rank
-            port = loop.submit(server.start(host, options.port and options.port + place)).result(options.timeout_s)
+            port = loop.submit(server.start(host, options.port and options.port + place)).result(START_S)
             self._address = (host, port)
             self._owner = Owner(
                 digests,
