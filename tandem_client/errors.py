@@ -43,8 +43,8 @@ def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: b
     code, details = error.code(), error.details() or ""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
-        message, retryable = _explained(code, details, f" at {address}", f": {details}", limit_s, streaming)
-        anonymous, _ = _explained(code, details, "", "", limit_s, streaming)
+        message, retryable = _explained(code, details, f" at {address}", limit_s, streaming)
+        anonymous, _ = _explained(code, details, "", limit_s, streaming)
         return CallFailed(code, message, retryable=retryable, lost=code in _LOST, anonymous=anonymous)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
@@ -56,10 +56,9 @@ def call_failed(error: grpc.RpcError, address: str, limit_s: float, streaming: b
     )
 
 
-def _explained(
-    code: grpc.StatusCode, details: str, place: str, quoted: str, limit_s: float, streaming: bool
-) -> tuple[str, bool]:
-    """(message, retryable). `place`: " at ADDRESS", or "". `quoted`: ": DETAILS", or ""."""
+def _explained(code: grpc.StatusCode, details: str, place: str, limit_s: float, streaming: bool) -> tuple[str, bool]:
+    """(message, retryable). `place`: " at ADDRESS"; or "", then the message quotes no details, which may name it."""
+    quoted = f": {details}" if place else ""
     match code:
         case grpc.StatusCode.UNAVAILABLE if streaming:
             return f"the router{place} went away in the middle of the answer; send the request again", True

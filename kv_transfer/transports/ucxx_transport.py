@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,7 +126,7 @@ class UcxxTransport:
         self._requests: deque[int] = deque()  # connection requests from the listener
         self._num_refused = 0  # of these, no endpoint could be made
         self._accepted: list[Any] = []  # endpoints; dropping one closes it
-        self._incoming: OrderedDict[int, _Incoming] = OrderedDict()  # by tag, oldest first
+        self._incoming: dict[int, _Incoming] = {}  # by tag, oldest first
         with _errors_mapped("start ucxx"):
             self._context: Any = ucx.UCXContext(OPTIONS, feature_flags=(ucx.Feature.TAG, ucx.Feature.RMA))
             self._worker: Any = ucx.UCXWorker(self._context)

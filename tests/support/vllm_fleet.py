@@ -66,7 +66,8 @@ class VllmProcess(ServiceProcess):
         await asyncio.to_thread(self.call, "drain", timeout_s=DRAIN_S)
 
     def engine(self) -> psutil.Process:
-        """The process that schedules, whose child computes. Its title fails if the user has set some variables."""
+        """The process that schedules, whose child computes. vLLM fails to set its title where the user exports
+        TORCHINDUCTOR_CACHE_DIR."""
         children = psutil.Process(self.pid).children()
         return next(child for child in children if re.search("EngineCore|spawn_main", " ".join(child.cmdline())))
 

@@ -1,11 +1,11 @@
-/* AMX's bfloat16 tiles on a CPU without them. Such a CPU raises SIGILL for each tile instruction; the handler does what
-   the instruction would have done, by Intel's manual (SDM, volume 2), and goes on behind it. What a CPU would refuse
-   ends the process: a tile that is not configured, shapes that do not fit, tiles that nobody asked Linux for.
+/* AMX's bfloat16 tiles on a CPU without them. Such a CPU raises SIGILL for each tile instruction. The handler computes
+   what Intel's manual (SDM, volume 2) says of the instruction, and continues behind it. An instruction that a CPU with
+   AMX refuses ends the process: its tile is not configured, its shapes do not fit, or the process has not asked Linux
+   for tiles.
 
    Preloaded by `python -m tools.amx`. TILES_LOG: a file to which each process appends how many it has run. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <errno.h>
 #include <math.h>
 #include <signal.h>
 #include <stdarg.h>
