@@ -306,7 +306,8 @@ def test_it_does_nothing_during_a_roll_or_when_it_is_off() -> None:
     planned.rolling, planned.planner.config = False, replace(planned.planner.config, enabled=False)
     assert not planned.run(200)
     assert planned.plan == ""
-    assert planned.planner.status(planned.now).attainment == 1.0
+    status = planned.planner.status(planned.now)
+    assert (status.attainment, status.rate) == (1.0, pytest.approx(12.0, rel=0.01))
 
 
 def test_traffic_that_is_rare_is_still_traffic() -> None:

@@ -431,7 +431,7 @@ async def test_the_planner_sizes_the_pools_that_no_operator_has_set(site: Site) 
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0")
     status = (await site.supervisor.status()).planner
     assert status.pinned == (D,)
-    assert status.rate > 0.0
+    assert status.num_ended > 0  # of all seconds; the rate is of the newest one, which may have had no report yet
     await site.supervisor.scale({}, auto=True)
     await site.comes_to_serve("router-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
     notes = [note for note in await site.supervisor.notes(100, 0) if note.subject == "planner"]
