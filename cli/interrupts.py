@@ -22,6 +22,7 @@ from typing import Any
 from cli.exit_codes import INTERRUPTED
 from runtime.line_writer import write_last_lines
 
+LOOK_S = 0.5  # the loop waits no longer for a signal that wakes another thread, or that comes just before a wait
 STOPS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
     STOPS.append(signal.SIGHUP)
@@ -73,6 +74,8 @@ def run_interruptible(
         task = asyncio.create_task(main())
         interrupts = Interrupts(task, print_line, end)
         try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LOOK_S)
             await task
         except asyncio.CancelledError:
             if interrupts.count == 0:

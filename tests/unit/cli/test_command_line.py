@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,6 +318,18 @@ def test_a_command_learns_whether_its_work_was_interrupted(is_interrupted: bool)
             await asyncio.sleep(TIMEOUT_S)
 
     assert run_interruptible(work, lambda _: None) is is_interrupted
+
+
+def test_a_signal_that_wakes_another_thread_ends_the_work() -> None:
+    """Of a process that is stopped and goes on, any thread may get it; the loop waits for its next timer."""
+
+    async def work() -> None:
+        threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+        await asyncio.sleep(TIMEOUT_S)
+
+    began = time.monotonic()
+    assert run_interruptible(work, lambda _: None)
+    assert time.monotonic() - began < TIMEOUT_S / 2
 
 
 def test_a_closed_terminal_drains_a_fleet_whose_output_nobody_reads() -> None:
