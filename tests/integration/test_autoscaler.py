@@ -8,10 +8,7 @@ version 2 of the autoscaler with the provider type `fake_multinode`. The type `e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -66,23 +63,16 @@ def autoscaling(head: str) -> dict[str, object]:
     }
 
 
-@contextlib.contextmanager
-def short_folder() -> Iterator[Path]:
-    """For the sockets of Ray: their paths may have 107 characters."""
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("version", [pytest.param("v1", marks=pytest.mark.slow), "v2"])
 async def test_a_decode_worker_that_waits_brings_a_machine_which_goes_when_it_has_drained(
     version: str, tmp_path: Path
 ) -> None:
-    environment = ray_environment(tmp_path) | FAKE_CLOUD | VERSIONS[version]
-    with kept_port(HEAD_IP) as port, short_folder() as folder:
+    with ray_environment() as own, kept_port(HEAD_IP) as port:
+        environment = own | FAKE_CLOUD | VERSIONS[version]
         head = f"{HEAD_IP}:{port}"
         config = tmp_path / "autoscaling.json"
         config.write_text(json.dumps(autoscaling(head)))
-        options = f'--num-cpus 0 --resources {{"prefill":1}} --temp-dir {folder} --autoscaling-config {config}'
+        options = f'--num-cpus 0 --resources {{"prefill":1}} --autoscaling-config {config}'
         unit = Unit.read("tandem-head.service")
         async with (
             machine(unit, environment, HEAD_IP, options, PORT=str(port)),

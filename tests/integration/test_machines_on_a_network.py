@@ -33,12 +33,11 @@ def on(machines: Machines, machine: str, *command: str) -> tuple[str, ...]:
 
 
 @pytest.mark.timeout(300)
-async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link(tmp_path: Path) -> None:
-    environment = ray_environment(tmp_path) | {"COLUMNS": "120"}
+async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link() -> None:
     kv = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DATA}
 
     def of(machine: str) -> dict[str, str]:
-        return environment | (kv if machine != "router" else {})
+        return environment | {"COLUMNS": "120"} | (kv if machine != "router" else {})
 
     def joining(machines: Machines, machine: str, unit: Unit) -> AbstractAsyncContextManager[str]:
         command = unit.command(HEAD=HEAD, PLACES="1", RAY_OPTIONS=f"--node-ip-address {CONTROL_IP[machine]}")
@@ -47,7 +46,7 @@ async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link(tmp_p
 
     serve = [sys.executable, "-m", "cli.main", "serve", "--address", HEAD, "--model", "fake:tiny"]
     serve += ["--local-prefill", "never"]
-    with Machines.made() as machines:
+    with ray_environment() as environment, Machines.made() as machines:
         async with (
             joining(machines, "router", Unit.read("tandem-head.service")),
             joining(machines, "prefill", Unit.read("tandem-worker@.service", "prefill")),

@@ -24,9 +24,8 @@ HEAD_IP, PREFILL_IP, DECODE_IP, OTHER_DECODE_IP = "127.0.1.1", "127.0.1.2", "127
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayCluster]:
-    environment = ray_environment(tmp_path_factory.mktemp("ray"))
-    with kept_port(HEAD_IP) as port:
+async def cluster() -> AsyncIterator[RayCluster]:
+    with ray_environment() as environment, kept_port(HEAD_IP) as port:
         head = f"{HEAD_IP}:{port}"
         # One after the other: on one real machine two starts at the same time fight for socket names.
         async with (

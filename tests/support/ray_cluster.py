@@ -8,8 +8,9 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,17 @@ from tests.support.units import Unit
 ROOT = Path(__file__).parents[2]
 
 
-def ray_environment(folder: Path) -> dict[str, str]:
-    """Variables of the programs of one Ray cluster: its token, in this folder, and `ray` on the path."""
-    token = folder / "token"
-    token.write_text(secrets.token_hex(32))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-    return os.environ | own | {"PATH": path}
+@contextlib.contextmanager
+def ray_environment() -> Iterator[dict[str, str]]:
+    """Variables of the programs of one Ray cluster: its token, its files apart from those of other users, and `ray` on
+    the path."""
+    # Not in the folder of a test: the paths of Ray's sockets may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        token = Path(folder, "token")
+        token.write_text(secrets.token_hex(32))
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": folder}
+        yield os.environ | own | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "PATH": path}
 
 
 def machine(
