@@ -60,6 +60,13 @@ def _errors_mapped(doing: str) -> Iterator[None]:
         raise TransportError(f"{doing}: {error}") from error
 
 
+def _head_of_metadata(name: str) -> bytes:
+    """The first bytes of an agent's metadata, as nixl 1.5 writes them. nixl acts on the name in them, whose peer may be
+    connected, before it returns that name."""
+    encoded = name.encode()
+    return b"nixlSerDes|Agent" + len(encoded).to_bytes(8, "little") + encoded + b"|"
+
+
 @dataclass(frozen=True, slots=True)
 class _Memory:
     """The kind of memory that holds a pool, in nixl's words."""
@@ -127,14 +134,18 @@ class NixlTransport:
         if leaving is not None:  # the name holds the incarnation, so this is the same peer
             self._peers[peer.name] = leaving
             return
+        if not peer.metadata.startswith(_head_of_metadata(peer.name)):
+            raise TransportError(f"the metadata of {peer.name} is not that of an agent of nixl with this name")
+        size, memory, blocks = peer.layout.block_bytes, _Memory.of(peer.device), None
         with _errors_mapped(f"connect to {peer.name}"):
-            name: Any = self._agent.add_remote_agent(peer.metadata)  # bytes, whatever its annotation says
-            if name != peer.name.encode():
-                self._agent.remove_remote_agent(name)
-                raise TransportError(f"the metadata of {peer.name} is that of {name!r}")
-            size, memory, blocks = peer.layout.block_bytes, _Memory.of(peer.device), None
-            if size == self._pool.layout.block_bytes:
-                blocks = self._prepare(peer.name, memory, peer.pool_base, peer.num_bytes, size)
+            try:
+                self._agent.add_remote_agent(peer.metadata)
+                if size == self._pool.layout.block_bytes:
+                    blocks = self._prepare(peer.name, memory, peer.pool_base, peer.num_bytes, size)
+            except _NIXL_ERRORS:
+                with suppress(*_NIXL_ERRORS):  # nixl keeps what it has read, and would refuse the next address
+                    self._agent.remove_remote_agent(peer.name)
+                raise
         self._peers[peer.name] = _RemoteAgent(peer, memory, blocks)
 
     def disconnect(self, peer: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,28 @@ def test_the_contract_holds_over_tcp() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     num_by_end = {end: int(num) for num, end in re.findall(r"(\d+) (passed|xfailed)", result.stdout)}
     assert sum(num_by_end.values()) == 40, result.stdout  # UCX may end an owner: `xfail_if_ucx_ended_it`
+
+
+def test_an_address_with_the_metadata_of_another_peer_does_not_disconnect_that_peer() -> None:
+    both = Ends(real_transport("nixl"))
+    with pytest.raises(TransportError, match="the metadata of c is"):
+        both.b.connect(replace(both.address_a, name="c"))
+    both.read(blocks([(1, 1)]))
+    both.b.disconnect("a")
+    both.a.close()
+    both.b.close()
+
+
+def test_nixl_forgets_a_peer_whose_address_has_failed() -> None:
+    both: Any = Ends(real_transport("nixl"))
+    both.b.disconnect("a")
+    with pytest.raises(TransportError, match="NIXL_ERR_NOT_FOUND"):
+        both.b.connect(replace(both.address_a, num_blocks=1 << 20))  # more than is registered
+    assert not both.b._agent.check_remote_metadata("a")
+    both.b.connect(both.address_a)
+    both.read(blocks([(1, 1)]))
+    both.a.close()
+    both.b.close()
 
 
 def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:

@@ -21,6 +21,7 @@ from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
+METADATA = b"nixlSerDes|Agent\x06" + bytes(7) + b"theirs|"
 
 
 class Agent:
@@ -38,8 +39,7 @@ class Agent:
         self.prepared.append((agent, rows[0].tolist(), kind))
         return SimpleNamespace(release=lambda: None)
 
-    def add_remote_agent(self, metadata: bytes) -> bytes:
-        return metadata
+    def add_remote_agent(self, metadata: bytes) -> None: ...
 
     def get_xfer_descs(self, descriptors: list[tuple[int, int, int]], kind: str) -> None:
         self.listed.append((descriptors, kind))
@@ -71,7 +71,7 @@ def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
     ours: int | None, theirs: int | None, local: tuple[int, str], remote: tuple[int, str]
 ) -> None:
     reader, agent = transport(ours)
-    reader.connect(replace(AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0), device=theirs))
+    reader.connect(replace(AgentAddress("theirs", 1, METADATA, 1 << 20, 8, LAYOUT, 20.0), device=theirs))
     reader.start_read("theirs", [ByteRun(8, 16, 100)])
     reader.start_block_read("theirs", [1], [2])
     assert agent.registered == [((4096, 4 * LAYOUT.block_bytes, local[0], ""), local[1])]
