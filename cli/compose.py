@@ -26,6 +26,7 @@ from kv_transfer.device.device_checks import check_environment
 from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.protocol.events import AgentEvent, AgentFailed
 from kv_transfer.protocol.machine import TransferMachine
+from kv_transfer.transports.host_address import is_loopback
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from model_files.model_source import content_digest, resolve_model
@@ -143,8 +144,8 @@ def role_option(config: EngineConfig) -> str:
     return ""
 
 
-def open_transport(config: TransferConfig, name: str, on_device: bool = False) -> Transport:
-    """`on_device`: the pool is on a GPU."""
+def open_transport(config: TransferConfig, name: str, on_device: bool = False, is_local: bool = False) -> Transport:
+    """`on_device`: the pool is on a GPU. `is_local`: no other machine can reach the worker."""
     if on_device:
         check_environment(os.environ)
     if config.transport == "memory":
@@ -154,7 +155,7 @@ def open_transport(config: TransferConfig, name: str, on_device: bool = False) -
             from kv_transfer.transports.nixl_transport import NixlTransport
         except ImportError as error:
             raise ConfigError(str(error)) from error
-        return NixlTransport(name, on_device)
+        return NixlTransport(name, on_device, is_local)
     if config.transport == "ucxx":
         try:
             from kv_transfer.transports.ucxx_transport import UcxxTransport
@@ -255,7 +256,8 @@ def _worker_parts(
                 else:
                     post(event)
 
-        open_ours = functools.partial(open_transport, transfer, on_device=on_device)
+        is_local = is_loopback(_worker_config(config, placement).host)
+        open_ours = functools.partial(open_transport, transfer, on_device=on_device, is_local=is_local)
         agent = TransferAgent(transfer, identity, memory, open_ours, on_events)
         address = agent.start()
         runner.start_background_work()

@@ -17,6 +17,7 @@ from typing import Any
 
 from core.errors import TandemError, WorkerUnavailable
 from core.handoff import AgentAddress, TransferId
+from kv_transfer.transports.host_address import is_loopback
 from protos.agent_codec import decode_agent
 from tandem_client.stubs import worker_pb2
 from vllm_worker.engine import (
@@ -71,6 +72,8 @@ class AsyncEngine:
         self._guardian = Guardian()
         arguments = self._arguments
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = arguments.host
+        if is_loopback(arguments.host):  # as LOCAL_UCX_OPTIONS of our nixl transport
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(arguments.side_port)
         os.environ["VLLM_RPC_BASE_PATH"] = self._guardian.sockets
         from vllm.v1.engine.async_llm import AsyncLLM

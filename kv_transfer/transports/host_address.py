@@ -16,6 +16,11 @@ from core.errors import TransportError
 LOOPBACK = "127.0.0.1"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens on `host` serves this machine alone."""
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
+
+
 def machine_id() -> str:
     """Equal for two processes if and only if they run on one machine, in one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -39,6 +39,8 @@ from kv_transfer.transports.transport import Notification, PoolMemory, Transport
 UCX_OPTIONS = "CMA_SEG_SIZE=64m"
 # Where UCX sees no NVLink, it turns reads of device memory over cuda_ipc off, and they fall back to TCP.
 DEVICE_UCX_OPTIONS = f"{UCX_OPTIONS},CUDA_IPC_ENABLE_GET_ZCOPY=y"
+# UCX listens on each network device without asking for credentials; UCX_NET_DEVICES in the environment has precedence.
+LOCAL_UCX_OPTIONS = ",NET_DEVICES=lo"
 CLOSE_TIMEOUT_S = 0.5  # for reads in flight
 
 _raise_exceptions = logging.raiseExceptions
@@ -95,8 +97,8 @@ class _NixlRead:
 
 
 class NixlTransport:
-    def __init__(self, name: str, on_device: bool = False) -> None:
-        """`on_device`: our pool is in the memory of a device."""
+    def __init__(self, name: str, on_device: bool = False, is_local: bool = False) -> None:
+        """`on_device`: our pool is in the memory of a device. `is_local`: all peers are on this machine."""
         self.name = name
         self.busy = False
         self._poll_time = PollTime()
@@ -111,7 +113,7 @@ class NixlTransport:
         with _errors_mapped("start nixl"):
             # Without a backend list nixl would create UCX with its defaults first.
             self._agent: Any = _nixl.nixl_agent(name, _nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
-            options = DEVICE_UCX_OPTIONS if on_device else UCX_OPTIONS
+            options = (DEVICE_UCX_OPTIONS if on_device else UCX_OPTIONS) + (LOCAL_UCX_OPTIONS if is_local else "")
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "engine_config": options})
 
     def register(self, pool: PoolMemory) -> None:

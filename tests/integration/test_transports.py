@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import xxhash
 
 from core.errors import PeerDisconnected, TransportError
 from kv_transfer.protocol.plan import ByteRun
+from kv_transfer.transports.host_address import LOOPBACK
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, host_pool, known_bytes, real_transport
@@ -204,6 +206,21 @@ def test_the_contract_holds_over_tcp() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     num_by_end = {end: int(num) for num, end in re.findall(r"(\d+) (passed|xfailed)", result.stdout)}
     assert sum(num_by_end.values()) == 40, result.stdout  # UCX may end an owner: `xfail_if_ucx_ended_it`
+
+
+def test_nixl_listens_on_loopback_alone_where_all_peers_are_on_this_machine() -> None:
+    """UCX asks nobody for credentials. On a machine without another network this shows nothing."""
+    opening: Any = real_transport("nixl")
+
+    def listening() -> set[str]:
+        return {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    both = Ends(lambda name: opening(name, is_local=True))
+    assert listening() - before <= {LOOPBACK}
+    both.read(blocks([(1, 1)]))
+    both.a.close()
+    both.b.close()
 
 
 def test_an_address_with_the_metadata_of_another_peer_does_not_disconnect_that_peer() -> None:

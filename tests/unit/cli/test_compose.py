@@ -21,7 +21,7 @@ from core.config import (
     TelemetryConfig,
     TransferConfig,
 )
-from core.errors import ConfigError
+from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
 from engine.runner import StepLimits
 from fleet.host.service_host import Placement
@@ -141,6 +141,18 @@ def test_an_option_by_which_the_workers_of_the_pools_differ_keeps_them_in_their_
     engine: EngineConfig, option: str
 ) -> None:
     assert role_option(engine) == option
+
+
+@pytest.mark.parametrize(("machine", "is_local"), [("", True), ("10.0.0.2", False)])
+def test_the_transport_of_a_worker_that_listens_on_loopback_is_local(
+    machine: str, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Mock(side_effect=TransportError("not here"))
+    monkeypatch.setattr("cli.compose.open_transport", opened)
+    parts = _worker_parts(ServiceRole.DECODE, tiny_config(), replace(PLACE, host=machine), None)
+    with pytest.raises(TransportError, match="not here"):
+        parts(lambda _: None, lambda _: None)
+    assert opened.call_args.kwargs["is_local"] is is_local
 
 
 def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
