@@ -20,6 +20,7 @@ from core.kv_layout import KVLayout
 
 PROTOCOL_VERSION = 6
 
+MAX_NAME_CHARS = 256  # characters in the name of a transfer agent; beyond: its address and its messages are refused
 MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
 
 TransferId = int  # 128 random bits, known only to the router and the two workers of the transfer

@@ -27,7 +27,7 @@ from typing import assert_never
 
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
+from core.handoff import MAX_NAME_CHARS, AbortReason, AgentAddress, HandoffMessage, Ready
 from kv_transfer.location import locate
 from kv_transfer.offered_digests import OfferedDigests
 from kv_transfer.path_probe import PathProber, log_path
@@ -347,11 +347,17 @@ class TransferAgent:
 
     def _receive(self, transport: Transport, peer: str, payload: bytes) -> None:
         try:
+            if (
+                len(peer) > MAX_NAME_CHARS
+            ):  # the sender chooses its name, and the owner keeps names beside early messages
+                raise MalformedMessage(f"the name of its sender has {len(peer)} characters")
             self._events.append(MessageReceived(peer, decode(payload)))
         except MalformedMessage as error:
             self.num_malformed += 1
             if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: no peer can fill the log
-                logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)
+                logger.warning(
+                    "dropped malformed message %d, from %r: %s", self.num_malformed, peer[:MAX_NAME_CHARS], error
+                )
             if isinstance(error, OtherVersion):
                 self._refuse_version(transport, peer, error)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from core.errors import InvalidRequest
-from core.handoff import AgentAddress, Location
+from core.handoff import MAX_NAME_CHARS, AgentAddress, Location
 from core.kv_layout import KVLayout
 from tandem_client.stubs import worker_pb2
 
@@ -53,6 +53,8 @@ def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
 def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
     if not wire.name or not wire.num_blocks:
         raise InvalidRequest("agent", f"name and num_blocks must be set, are {wire.name!r} and {wire.num_blocks}")
+    if len(wire.name) > MAX_NAME_CHARS:
+        raise InvalidRequest("agent", f"a name has at most {MAX_NAME_CHARS} characters, this one {len(wire.name)}")
     if not 0 < wire.lease_s < math.inf:
         raise InvalidRequest("agent.lease_s", f"must be more than 0 and finite, is {wire.lease_s}")
     location = Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS})

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress
+from core.handoff import MAX_NAME_CHARS, AgentAddress
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.poll_time import PollTime
@@ -354,7 +354,7 @@ class UcxxTransport:
                     continue  # the sender has died, or the message is too long
                 kind, payload = buffer[:1].tobytes(), buffer[1:].tobytes()
                 if kind == _HELLO:
-                    connection.name = payload.decode(errors="replace")
+                    connection.name = payload[:MAX_NAME_CHARS].decode(errors="replace")  # the sender chooses its length
                     self._forget_older(tag, connection.name)
                 elif kind == _NOTIFICATION and connection.name:
                     notifications.append(Notification(connection.name, payload))

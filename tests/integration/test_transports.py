@@ -263,6 +263,17 @@ def test_messages_of_unnamed_connections_leave_nothing_behind() -> None:
     both.b.close()
 
 
+def test_ucxx_keeps_the_first_characters_of_a_name() -> None:
+    """A peer without credentials sends it, and 1,024 of them are kept."""
+    both: Any = Ends(real_transport("ucxx"))
+    both.a.name = "x" * 100_000
+    both.a.connect(both.address_b)
+    both.a.notify("b", b"hello")
+    assert both.poll_until(bool) == [Notification("x" * 256, b"hello")]
+    both.a.close()
+    both.b.close()
+
+
 def test_one_poll_accepts_some_of_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = real_transport("ucxx")
     from kv_transfer.transports import ucxx_transport

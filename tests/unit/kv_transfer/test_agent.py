@@ -12,13 +12,14 @@ import pytest
 
 from core.config import TransferConfig
 from core.errors import TransportError
-from core.handoff import AbortReason, AgentAddress, Heartbeat, HeartbeatEntry
+from core.handoff import AbortReason, AgentAddress, Heartbeat, HeartbeatEntry, Release
 from core.kv_layout import KVLayout
 from kv_transfer import agent as agent_module
 from kv_transfer.agent import FIRST_PAUSE_S, PAUSE_SHARE, SPIN_S, AgentIdentity, TransferAgent
-from kv_transfer.protocol.events import Connect, PeerLost, ReadFailed, SendMessage, StartRead
+from kv_transfer.protocol.events import Connect, MessageReceived, PeerLost, ReadFailed, SendMessage, StartRead
 from kv_transfer.transports.poll_time import EMPTY_POLL_S, WARM_S, PollTime
 from kv_transfer.transports.transport import PoolMemory, TransportEvent
+from protos.handoff_codec import encode
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=4)
 OWNER = AgentAddress("owner", 2, b"", 0, 4, LAYOUT, 12.0)
@@ -92,6 +93,17 @@ def test_a_peer_with_another_layout_is_lost_and_ends_no_agent(block_size: int, p
     detail = "connected to owner with another KV layout"
     assert events == [ReadFailed(1, AbortReason.PEER_LOST, detail), PeerLost("owner", detail)]
     assert wire.done == ["connect owner", "disconnect owner", "poll"]
+
+
+def test_a_message_of_a_sender_with_a_longer_name_than_any_agent_has_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agent = TransferAgent(CONFIG, AgentIdentity("w", 1), cast(Any, Mock()), cast(Any, None), lambda _: None)
+    for num_chars in (256, 257, 1 << 20):
+        agent._receive(cast(Any, None), "x" * num_chars, encode(Release(7, 1, 1, None)))
+    assert [len(event.peer) for event in agent._events if isinstance(event, MessageReceived)] == [256]
+    assert agent.num_malformed == 2
+    assert len(caplog.text) < 2000
 
 
 CONFIG = TransferConfig(idle_poll_interval_s=0.02, active_poll_interval_s=0.001)

@@ -13,6 +13,7 @@ from tests.unit.kv_transfer.transfer_pair import address
 
 ODD: list[tuple[str, str, object]] = [
     ("agent", "name", ""),
+    ("agent", "name", "x" * 257),
     ("agent", "num_blocks", 0),
     *(("agent.lease_s", "lease_s", seconds) for seconds in (0.0, -1.0, math.inf, math.nan)),
     *(("agent.location", "location.link_bytes_per_s", speed) for speed in (-1.0, math.inf, math.nan)),
