@@ -27,10 +27,10 @@ from core.handoff import AgentAddress, Ping
 from core.paths import Lane, PathState, PathStatus
 from kv_transfer.protocol.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
 from kv_transfer.protocol.path_verdict import expected_bytes_per_s, judge, lane_of
-from kv_transfer.protocol.peers import MAX_IDLE_PEERS, Drop, Peers
+from kv_transfer.protocol.peers import Drop, Peers
 from kv_transfer.protocol.plan import plan_from
 
-MAX_PATHS = MAX_IDLE_PEERS  # watched paths; above, the least recently used good one is forgotten
+MAX_PATHS = 64  # watched paths; above, the least recently used good one is forgotten
 MAX_REMEMBERED = 1024  # fine paths above MAX_PATHS: a hand-off on one of them does not measure it again
 PING_INTERVAL_S = 0.2  # until the answer
 NUM_PINGS = 4  # the first PING ends a pause of the peer's agent; the shortest round trip counts

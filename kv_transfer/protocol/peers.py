@@ -14,7 +14,9 @@ from enum import Enum
 from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
 from kv_transfer.protocol.events import Actions, Connect, Disconnect, SendMessage
 
-MAX_IDLE_PEERS = 64  # connections to peers without a live transfer; beyond: the least recently used closes
+# nixl keeps up to two sockets of a connection on both sides until one process ends, closed or not, so a connection that
+# is closed and made again costs more than one that stays.
+MAX_IDLE_PEERS = 1024  # connections to peers without a live transfer; beyond: the least recently used closes
 
 TransferMessage = Want | Ready | Release | Abort
 

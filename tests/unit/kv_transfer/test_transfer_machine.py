@@ -34,12 +34,12 @@ from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair,
 
 def test_idle_peers_above_the_limit_are_disconnected() -> None:
     pair = Pair()
-    for number in range(80):
+    for number in range(1040):
         pair.do(pair.owner, pair.owner.machine.offer, number, address(f"peer{number}", number + 1), math.inf)
         pair.abort_offer(number)
     connected = {link.peer.name for link in pair.owner.links if isinstance(link, Connect)}
     gone = [link.peer for link in pair.owner.links if not isinstance(link, Connect)]
-    assert len(connected) - len(gone) == 64
+    assert len(connected) - len(gone) == 1024
     assert gone[0] == "peer0"
 
 
