@@ -347,17 +347,14 @@ class TransferAgent:
 
     def _receive(self, transport: Transport, peer: str, payload: bytes) -> None:
         try:
-            if (
-                len(peer) > MAX_NAME_CHARS
-            ):  # the sender chooses its name, and the owner keeps names beside early messages
+            if len(peer) > MAX_NAME_CHARS:  # the sender chooses it, and the owner keeps it beside early messages
                 raise MalformedMessage(f"the name of its sender has {len(peer)} characters")
             self._events.append(MessageReceived(peer, decode(payload)))
         except MalformedMessage as error:
             self.num_malformed += 1
             if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: no peer can fill the log
-                logger.warning(
-                    "dropped malformed message %d, from %r: %s", self.num_malformed, peer[:MAX_NAME_CHARS], error
-                )
+                sender = peer[:MAX_NAME_CHARS]
+                logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, sender, error)
             if isinstance(error, OtherVersion):
                 self._refuse_version(transport, peer, error)
 
