@@ -1,8 +1,9 @@
 """Values between processes of two versions of Tandem: in a roll, an earlier supervisor starts services of a later one.
 
 The pickle of a frozen dataclass with slots has its values by position, so an option that one version adds would shift
-every later one. `pack` writes the values of every dataclass by name. `unpack` leaves out what this version does not
-know, and what the other version does not know keeps its default. Enums and functions travel by their own names.
+every later one. `pack` writes the values of every dataclass and named tuple by name. `unpack` leaves out what this
+version does not know, and what the other version does not know keeps its default. Enums and functions travel by their
+own names. A value of another type than this version declares is refused, before any code meets it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import importlib.metadata
 import io
 import logging
 import pickle
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import cache, wraps
+from types import UnionType
+from typing import Any, ParamSpec, get_args, get_origin, get_type_hints
 
 from core.errors import ConfigError, TandemError
 
@@ -79,13 +81,41 @@ def unpack(packed: bytes) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            return NotImplemented
-        return _build, (type(value), {one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
+        names = () if isinstance(value, type) else _names(type(value))
+        return (_build, (type(value), {name: getattr(value, name) for name in names})) if names else NotImplemented
 
 
-def _build(kind: type[Any], values: dict[str, Any]) -> Any:
-    known = {one.name for one in dataclasses.fields(kind) if one.init}
+def _build(kind: Any, values: dict[str, Any]) -> Any:
+    known = _names(kind)
     if unknown := values.keys() - known:
         logger.warning("%s of another version of Tandem: left out %s", kind.__name__, ", ".join(sorted(unknown)))
-    return kind(**{name: value for name, value in values.items() if name in known})
+    taken, hints = {name: value for name, value in values.items() if name in known}, _hints(kind)
+    for name, value in taken.items():
+        if type(value) is not hints[name] and not _is_of(value, hints[name]):
+            raise TypeError(f"{kind.__name__}.{name} is {value!r:.100}, not of {hints[name]}")
+    return kind(**taken)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    """Of the fields of a dataclass or a named tuple; empty for other kinds."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(one.name for one in dataclasses.fields(kind) if one.init)
+    return getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
+
+
+_hints = cache(get_type_hints)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return True
+    if kind is UnionType:
+        return any(_is_of(value, one) for one in inner)
+    if kind is float:
+        return isinstance(value, int | float)
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, Mapping):
+        return all(_is_of(key, inner[0]) and _is_of(one, inner[1]) for key, one in value.items())
+    return not inner or all(_is_of(one, inner[0]) for one in value)

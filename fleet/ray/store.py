@@ -16,7 +16,7 @@ TIMEOUT_S = 2.0
 class RayStore:
     async def read(self) -> str:
         value: bytes | None = await _call(lambda table: table.internal_kv_get(KEY, NAMESPACE, timeout=TIMEOUT_S))
-        return (value or b"").decode()
+        return (value or b"").decode(errors="replace")
 
     async def write(self, record: str) -> None:
         await _call(lambda table: table.internal_kv_put(KEY, record.encode(), True, NAMESPACE, timeout=TIMEOUT_S))

@@ -58,12 +58,16 @@ class SupervisorControl:
 
     async def _ask(self, method: str, *arguments: Any, limit_s: float = 0.0) -> Any:
         """Raises `InvalidRequest` for a `Refusal`."""
+        import ray
+
         limit_s = limit_s or CALL_TIMEOUT_S
         try:
             async with asyncio.timeout(limit_s):
                 answer = await await_actor(begin_call(self.supervisor, method, *arguments))
         except OtherVersion as error:
             raise WorkerUnavailable(f"the fleet's supervisor: {error}; start `tandem serve` again") from error
+        except ray.exceptions.RaySystemError as error:
+            raise WorkerUnavailable(f"the fleet's supervisor: {str(error).strip().splitlines()[-1]}") from error
         except HostDied as error:
             raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
         except TimeoutError as error:

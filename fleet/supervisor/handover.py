@@ -26,6 +26,7 @@ from fleet.supervisor.spec import FleetSpec
 
 ROLES = frozenset(role.value for role in ServiceRole)
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # a record of another version
+MAX_REVISION = 2**31  # in a record; GetFleet sends 32 bits
 KEEP_INTERVAL_S = 1.0  # between two looks whether the record is still true
 
 
@@ -92,9 +93,10 @@ class Handover:
             texts = {int(revision): str(text) for revision, text in fields["texts"].items()}
             roll, revision = fields["roll"], fields["revision"]
             if roll is not None:
-                roll = KeptRoll(roll["leaves"], bool(roll["can_stop"]), tuple(roll["rolled"]))
-            if not {revision, revision if roll is None else roll.leaves} <= texts.keys() or min(texts) < 1:
-                raise KeyError("a revision without a text")
+                roll = KeptRoll(int(roll["leaves"]), bool(roll["can_stop"]), tuple(roll["rolled"]))
+            known = {number for number in texts if 0 < number < MAX_REVISION}
+            if not {revision, revision if roll is None else roll.leaves} <= known == texts.keys():
+                raise KeyError("a revision without a text, or out of range")
             return cls(str(fields["started"]), sizes, pinned, int(revision), texts, roll)
         except UNREADABLE:
             return cls("", sizes, pinned)

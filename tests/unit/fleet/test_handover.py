@@ -122,6 +122,7 @@ def test_roles_and_fields_of_another_version_are_left_out() -> None:
         {"config": {"revision": 3, "built_text": "{}", "text": "{}"}, "roll": None, "started_text": "{}"},
         {"started": "{}", "texts": {"0": "{}"}, "revision": 0, "roll": None},
         {"started": "{}", "texts": {"3": "{}"}, "revision": 4, "roll": None},
+        {"started": "{}", "texts": {str(2**32): "{}"}, "revision": 2**32, "roll": None},
         {"started": "{}", "texts": {"3": "{}"}, "revision": 3, "roll": {"leaves": 2, "can_stop": 1, "rolled": []}},
     ],
 )

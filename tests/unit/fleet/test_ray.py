@@ -29,7 +29,9 @@ from fleet.ray.calls import await_actor
 from fleet.ray.cluster import Cluster, begin
 from fleet.ray.head import RayHead
 from fleet.ray.hosts import HostActor, RayHost
+from fleet.ray.store import RayStore
 from fleet.ray.supervisor_control import SupervisorControl
+from fleet.supervisor.handover import Handover
 from fleet.supervisor.refusal import Refusal
 from fleet.supervisor.spec import FleetSpec
 from tests.support.limits import no_file_larger_than
@@ -274,6 +276,20 @@ async def test_a_router_of_a_later_version_says_what_its_supervisor_lacks() -> N
     for actor in OTHER_VERSIONS[1:]:
         with pytest.raises(WorkerUnavailable, match=r"version of Tandem does not take the call notes: .*serve` again"):
             await SupervisorControl(actor).notes(1, 0)
+
+
+async def test_an_answer_of_the_supervisor_that_this_version_cannot_read_is_a_typed_error() -> None:
+    odd = ray.exceptions.RaySystemError(
+        ConfigError("Tandem 7.2 cannot read what Tandem 7.1 has sent"), "in line 1\nodd"
+    )
+    with pytest.raises(WorkerUnavailable, match=r"^the fleet's supervisor: odd$"):
+        await SupervisorControl(Refusing(odd, is_late=True)).status()
+
+
+async def test_a_record_that_is_no_text_is_read_as_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Mock(internal_kv_get=Mock(return_value=b"{\xff"))
+    monkeypatch.setattr("ray.experimental.internal_kv.internal_kv_get_gcs_client", lambda: table)
+    assert Handover.from_json(await RayStore().read()) is None
 
 
 async def test_a_host_that_drains_is_adopted_by_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
