@@ -44,6 +44,9 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024  # close to the minimum of Ray; no request
 LOG_BYTES = 1 << 20  # more than the logs of Ray take while it starts
 JOIN_TIMEOUT_S = 5.0
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WAKE = signal.SIGURG  # nothing else in this process takes it
+
 MIN_FILES = 256  # that a process may open, connections included; fewer: `ConfigError`
 MIN_BYTES = (  # fewer: `ConfigError`, where Ray hangs or aborts
     (resource.RLIMIT_FSIZE, OBJECT_STORE_BYTES, "a file may have", "f"),
@@ -238,7 +241,7 @@ def _join(address: str) -> None:
 
     try:
         # Ray has every actor import from the current directory first, whose files may have the names of our packages.
-        with _signals_held_back(), contextlib.chdir(Path(__file__).parents[2]):
+        with _signals_held_back(), _ended_by_signals(), contextlib.chdir(Path(__file__).parents[2]):
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{_about_token()}") from error
@@ -255,14 +258,32 @@ def _about_token() -> str:
 def _signals_held_back() -> Iterator[None]:
     """Hold back Ctrl-C, SIGTERM and SIGHUP, which crash a Ray that joins, and restore their handlers afterwards: Ray
     replaces those of SIGTERM when it joins, and takes them away when it leaves."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    mask, handlers = signal.pthread_sigmask(signal.SIG_BLOCK, numbers), [signal.getsignal(n) for n in numbers]
+    mask, handlers = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, WAKE)), [signal.getsignal(n) for n in STOPS]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, handlers, strict=True):
+        for number, handler in zip(STOPS, handlers, strict=True):
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a signal that is held back end this process: Ray joins a cluster that does not answer for minutes."""
+    stops = {number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+
+    def watch() -> None:
+        if signal.sigwait({*stops, WAKE}) != WAKE:
+            os._exit(128 + signal.SIGINT)  # as after Ctrl-C; the process that keeps a Ray of our own ends it
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        assert watcher.ident is not None
+        signal.pthread_kill(watcher.ident, WAKE)
+        watcher.join()
 
 
 def _shut_ray_in() -> None:

@@ -121,6 +121,42 @@ def test_only_the_main_thread_takes_the_signals_that_are_held_back_while_ray_joi
     assert sorted(out.split(b"\n")) == [b"", b"False 0", b"True 1"]
 
 
+JOINING = """if True:
+    import sys, threading, types
+    def init(**_):
+        print("joining", flush=True)
+        sys.stdin.read(1) or threading.Event().wait()
+    sys.modules["ray"] = types.SimpleNamespace(init=init)
+    from fleet.ray.cluster import Cluster
+    Cluster("127.0.0.1:9").join()
+    print("joined", threading.active_count(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_ends_a_process_that_joins_a_silent_cluster_unless_it_is_ignored(
+    number: signal.Signals, ignored: bool
+) -> None:
+    """`tandem serve` was deaf to Ctrl-C and SIGTERM for as long as Ray tried, more than 150 s."""
+    ignoring = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)\n" if ignored else ""
+    with subprocess.Popen(
+        [sys.executable, "-c", ignoring + JOINING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as joining:
+        assert joining.stdout is not None
+        assert joining.stdin is not None
+        try:
+            assert joining.stdout.readline() == b"joining\n"
+            joining.send_signal(number)
+            if ignored:
+                joining.stdin.write(b"1")
+                joining.stdin.close()
+                assert joining.stdout.read() == b"joined 1\n"
+            assert joining.wait(20.0) == (0 if ignored else 130)
+        finally:
+            joining.kill()
+
+
 @pytest.mark.parametrize(
     ("given", "mode", "has_token"),
     [
