@@ -108,11 +108,15 @@ class RequestMetrics:
         record(Metric.PROMPT_LENGTH, num_prompt)
         record(Metric.OUTPUT_LENGTH, outcome.num_output_tokens)
         pulls = outcome.candidate.prefill_worker is not None
+        computing = ServiceRole.PREFILL if pulls else ServiceRole.DECODE
         for role, result in ((ServiceRole.PREFILL, outcome.prefill), (ServiceRole.DECODE, outcome.decode)):
-            if result is None:
+            if result is not None:
+                cached, read_tokens = min(result.cached_tokens, num_prompt), result.read_tokens or 0
+            elif role is computing:  # as predicted
+                cached, read_tokens = outcome.cached_tokens, outcome.read_tokens
+            else:
                 continue
-            cached = min(result.cached_tokens, num_prompt)
-            read = min(result.read_tokens or 0, cached)
+            read = min(read_tokens, cached)
             source = "transferred" if role is ServiceRole.DECODE and pulls else "computed"
             record(Metric.PROMPT_TOKENS, cached - read, role=role.value, source="local_hit")
             if read:

@@ -364,6 +364,13 @@ class Outcome:
     read_tokens: int = 0  # of the prompt, read from `candidate.read.source`
 
     @property
+    def prefill_s(self) -> float:
+        """Computing the prompt: as its worker says, else as predicted."""
+        computed = self.prefill or self.decode
+        at_most = self.timeline.seconds_in(Stage.PREFILL)
+        return min(self.candidate.prefill_s, at_most) if computed is None else computed.prefill_s
+
+    @property
     def transferred_bytes(self) -> int:
         """KV that moved between workers: hand-offs, moves, and the prefix of a peer."""
         computed = self.prefill or self.decode

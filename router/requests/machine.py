@@ -166,6 +166,7 @@ class RouterMachine:
         routed.promise = events.Promise(ttft_s, tpot_s, candidate.path)
         routed.attempts += 1
         routed.attempts_without_token += 1
+        routed.unreported_since = now
         return self._dispatches.start(routed, candidate, now)
 
     # ---- answers of the workers

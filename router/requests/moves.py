@@ -212,6 +212,7 @@ class OpenMoves:
             routed.earlier.append(result)
             routed.kv_block_seconds += result.kv_block_seconds
             routed.num_recomputed_tokens += result.recomputed_tokens
+            routed.unreported_since = now
 
     def _drop_target(self, routed: RoutedRequest) -> list[RouterAction]:
         move, routed.move = routed.move, None

@@ -93,6 +93,7 @@ class RoutedRequest:
     ended_attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_ATTEMPTS_KEPT))
     promise: Promise | None = None  # of the last dispatch
     kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
+    unreported_since: float = 0.0  # in the current attempt: no decode worker has reported them from here on
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
     num_resumed: int = field(init=False)  # of `delivered`, by another router
     needs_logprobs: bool = field(init=False)
@@ -144,10 +145,13 @@ class RoutedRequest:
         dispatch = self.last_dispatch
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
-        decode = None if dispatch.decode is None else joined([*self.earlier, dispatch.decode])
+        results = [*self.earlier] if dispatch.decode is None else [*self.earlier, dispatch.decode]
+        decode = joined(results) if results else None
         computed = dispatch.prefill if dispatch.candidate.prefill_worker else decode
+        candidate = dispatch.candidate
         # Without the answer of the worker that computed the prompt, after a stop string or a fault: as predicted.
-        cached_tokens = dispatch.candidate.cached_tokens if computed is None else computed.cached_tokens
+        cached_tokens = candidate.cached_tokens if computed is None else computed.cached_tokens
+        read_tokens = candidate.read.num_tokens if computed is None else computed.read_tokens or 0
         num_prompt_tokens = self.request.num_prompt_tokens
         return Outcome(
             finish_reason=reason,
@@ -157,7 +161,7 @@ class RoutedRequest:
             path=self._path(dispatch),
             attempts=self.attempts,
             timeline=self.timeline,
-            candidate=dispatch.candidate,
+            candidate=candidate,
             first_token_s=self.first_token_at - self.arrived_at,
             predicted_first_token_s=self.predicted_first_token_s,
             prefill=dispatch.prefill,
@@ -168,7 +172,7 @@ class RoutedRequest:
             num_moves=self.num_moves,
             num_resumed_tokens=self.num_resumed,
             recomputed_tokens=self.num_recomputed_tokens,
-            read_tokens=0 if computed is None else min(computed.read_tokens or 0, num_prompt_tokens),
+            read_tokens=min(read_tokens, num_prompt_tokens),
         )
 
     def _path(self, dispatch: Dispatch) -> RequestPath:
@@ -213,9 +217,17 @@ class RoutedRequest:
         self.num_lost_tokens = 0
 
     def unreported_block_seconds(self, block_size: int) -> float:
-        """An estimate for a decode call that the router has cancelled, because a stop string ended the choice."""
-        mean_tokens = self.request.num_prompt_tokens + len(self.delivered) / 2
-        return -(-mean_tokens // block_size) * self.timeline.seconds_in(Stage.DECODE)
+        """An estimate for a decode call that the router has cancelled, because a stop string ended the choice, and for
+        the prompt, if the worker that computed it has not answered."""
+        dispatch, history = dispatch_of(self), self.timeline.history
+        spans = [(max(start, self.unreported_since), end) for stage, start, end in history if stage is Stage.DECODE]
+        decode_s = sum(max(0.0, end - start) for start, end in spans)
+        mean_tokens = self.request.num_prompt_tokens + (dispatch.first_index + len(self.delivered)) / 2
+        candidate, prompt_s = dispatch.candidate, 0.0
+        if dispatch.prefill is None and not self.earlier:
+            prompt_s = min(candidate.prefill_s, self.timeline.seconds_in(Stage.PREFILL))
+        mean_prompt = candidate.cached_tokens + candidate.uncached_tokens / 2
+        return -(-mean_tokens // block_size) * decode_s + -(-mean_prompt // block_size) * prompt_s
 
     def no_worker_message(self, which: str) -> str:
         last = f"; the last attempt failed: {self.last_error}" if self.last_error else ""

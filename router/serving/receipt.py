@@ -32,7 +32,7 @@ def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTiming
         tokenize_ms=timeline.seconds_in(Stage.TOKENIZE) * 1e3,
         router_queue_ms=timeline.seconds_in(Stage.QUEUE) * 1e3,
         prefill_queue_ms=0.0 if computed is None else computed.queue_s * 1e3,
-        prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
+        prefill_ms=outcome.prefill_s * 1e3,
         first_token_ms=outcome.first_token_s * 1e3,
         transfer_ms=0.0 if decode is None else decode.transfer_s * 1e3,
         transfer_exposed_ms=0.0 if decode is None else decode.transfer_exposed_s * 1e3,
@@ -46,7 +46,7 @@ def receipt_of(outcome: Outcome) -> inference_pb2.Receipt:
     queue_s = outcome.timeline.seconds_in(Stage.QUEUE) + (0.0 if computed is None else computed.queue_s)
     return inference_pb2.Receipt(
         queue_ms=queue_s * 1e3,
-        prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
+        prefill_ms=outcome.prefill_s * 1e3,
         decode_ms=outcome.timeline.seconds_in(Stage.DECODE) * 1e3,
         kv_block_seconds=outcome.kv_block_seconds,
         transferred_bytes=outcome.transferred_bytes,

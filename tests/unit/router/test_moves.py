@@ -34,6 +34,16 @@ both workers send tokens and each index is delivered once
   ends r#2                 -> finish r length, migrated, 20 tokens, moves 1, recomputed 3, bytes 7, block seconds 2
   counts                   -> queued 0; in flight 0; deadlines 0; drain moved 1
 
+a stop string after a move leaves what the source has told, and its block seconds count once
+  time 2
+  hands_over r#1 4
+  tokens_from r#2 4 14     -> deliver r 4: 14
+  ends r#1 handoff kv_block_seconds=40.0 transferred_bytes=7
+  time 2
+  tokens_from r#2 5 15     -> deliver r 5: 15
+  stopped r                -> cancel r#2
+                           -> finish r stop, migrated, 6 tokens, moves 1, bytes 7, block seconds 48, decode 4
+
 a source that fails before it hands over fails the attempt
   decode_error r#1 WorkerUnavailable D1 died -> cancel r#2; decode r#3 D2 from P/3 behind 10..13
    -> prefill r#3 P for D2/3 behind 10..13

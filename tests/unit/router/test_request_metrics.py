@@ -111,6 +111,20 @@ def test_prompt_tokens_are_counted_by_worker_and_source_and_lengths_by_request()
     assert recorded.of(Metric.OUTPUT_LENGTH) == {(): 3 * 5}
 
 
+def test_a_prompt_whose_worker_has_not_answered_counts_as_predicted() -> None:
+    """A stop string cancels the call of the worker that computes the prompt: the prompt was in no figure."""
+    recorded, read = Recorded(), PrefixRead("other", 32, 0.1)
+    local = CANDIDATE._replace(prefill_worker=None, prefill_s=0.25, read=read)
+    stopped = replace(OUTCOME, prefill=None, decode=None, candidate=local, cached_tokens=48, read_tokens=32)
+    recorded.end(stopped)
+    assert recorded.of(Metric.PROMPT_TOKENS) == {
+        ("decode", "local_hit"): 16,
+        ("decode", "peer"): 32,
+        ("decode", "computed"): 32,
+    }
+    assert (receipt_of(stopped).prefill_ms, phase_timings(stopped, 4.0).prefill_ms) == (250, 250)
+
+
 def test_the_bytes_of_a_read_prefix_count_for_the_client_and_the_tenant_and_not_for_the_hand_off() -> None:
     recorded, read = Recorded(), replace(OUTCOME, prefill=replace(PREFILL, read_tokens=32, read_bytes=1000))
     recorded.end(read, tenant="a")

@@ -59,6 +59,15 @@ a stop string ends the request and its calls
   tokens_from r#1 1 12
   ends r#1
 
+of a prompt whose worker does not answer before the stop string, the block seconds are an estimate too
+  enter D token_s=0.5
+  arrives alone            -> decode alone#1 D
+  time 5
+  tokens_from alone#1 0 11 -> deliver alone 0: 11
+  time 2
+  stopped alone -> cancel alone#1
+   -> finish alone stop, local, 1 tokens, first token 5, block seconds 10.01, prefill 5, decode 2
+
 with no prefill worker the decode worker computes the prompt, and the timeline has the time of each stage
   arrives r
   time 2
