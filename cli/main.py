@@ -396,7 +396,9 @@ def demo() -> None:
     cluster = begin(config.cluster)
     with interruptible(cluster.close):
         from cli.commands.demo import demo as run_demo  # a slow import, while Ray starts
+        from cli.screens.terminal import notices
 
+        console.file = notices()  # type: ignore[assignment]  # a terminal that takes nothing holds up no drain
         run_demo(config, cluster, console)
     console.print("everything has stopped", style="dim")
 

@@ -27,9 +27,12 @@ class LineWriter:
         _writers.append(self)
 
     def write(self, line: str) -> None:
-        """A whole line. Does not wait."""
-        if self._lines.qsize() < MAX_LINES:
+        """A whole line, or all that follows it. Does not wait."""
+        if line and self._lines.qsize() < MAX_LINES:
             self._lines.put(line)
+
+    def flush(self) -> None:
+        """For a console. Does not wait."""
 
     def _run(self) -> None:
         while line := self._lines.get():

@@ -41,13 +41,13 @@ def print_line(console: Console, line: str, style: str | None = None) -> None:
 
 
 @functools.cache
-def _notices() -> LineWriter:
+def notices() -> LineWriter:
     return LineWriter(sys.stdout)
 
 
 def print_notice(line: str) -> None:
     """A line of a service, which goes on whatever takes its output."""
-    _notices().write(f"{escaped(line, SHOWN)}\n")
+    notices().write(f"{escaped(line, SHOWN)}\n")
 
 
 def print_answer(text: str) -> None:

@@ -246,7 +246,7 @@ def test_a_character_that_the_output_lacks_is_named() -> None:
 
 SERVE = """
 import asyncio, contextlib, os, sys, time
-import cli.commands.serve, fleet.ray.cluster
+import cli.commands.demo, cli.commands.serve, fleet.ray.cluster
 from cli.interrupts import run_interruptible
 from cli.main import run
 from cli.screens.terminal import print_notice
@@ -258,7 +258,7 @@ def wait():  # in short sleeps: Python handles a signal that comes just before a
 class Cluster:
     def close(self):
         print_notice("closing")
-        if phase not in ("ends", "serves"):
+        if phase not in ("ends", "serves", "answers"):
             with contextlib.suppress(KeyboardInterrupt):  # as Ray's C++ has no exceptions of Python
                 wait()
 
@@ -276,12 +276,23 @@ async def drained():
             await asyncio.sleep(1.0)
             os.write(2, b"drained")
 
+async def answers(console):
+    console.print("serving")
+    try:
+        while True:
+            console.print("an answer")
+            await asyncio.sleep(0.01)
+    finally:
+        os.write(2, b"drained")
+
 def wait_for_ray():
     print("starting", flush=True)
     wait()
 
 fleet.ray.cluster.begin = lambda _: Cluster()
-phase, sys.argv[1:] = sys.argv[1], ["serve", "--model", "fake:tiny", "--port", "0"]
+phase = sys.argv[1]
+sys.argv[1:] = ["demo"] if phase == "answers" else ["serve", "--model", "fake:tiny", "--port", "0"]
+cli.commands.demo.demo = lambda _, __, console: run_interruptible(lambda: answers(console), print_notice)
 cli.commands.serve.serve = lambda *_: wait_for_ray() if phase == "starts" else run_interruptible(drained, print_notice)
 slow = Slow() if phase == "ends" else None
 run()
@@ -346,11 +357,12 @@ def test_a_closed_terminal_drains_a_fleet_whose_output_nobody_reads() -> None:
         assert (serve.wait(TIMEOUT_S / 2), serve.stderr.read()) == (0, "drained")
 
 
-def test_an_output_that_takes_nothing_holds_up_no_drain() -> None:
+@pytest.mark.parametrize("phase", ["serves", "answers"])
+def test_an_output_that_takes_nothing_holds_up_no_drain(phase: str) -> None:
     """As a terminal after Ctrl-S, or a pager that is not scrolled."""
     program = SERVE.replace("TIMEOUT_S", str(TIMEOUT_S))
     reads, writes = os.pipe()
-    with subprocess.Popen([sys.executable, "-c", program, "serves"], stdout=writes, stderr=subprocess.PIPE) as serve:
+    with subprocess.Popen([sys.executable, "-c", program, phase], stdout=writes, stderr=subprocess.PIPE) as serve:
         told = b""
         while b"serving\n" not in told:
             told += os.read(reads, 100)
