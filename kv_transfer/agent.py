@@ -235,10 +235,8 @@ class TransferAgent:
             # wait for no other read, and the transport is polled between two reads.
             self._perform(transport, self._reads_to_start.popleft())
         self._end_read(transport, self._reads.take_turn(transport))
-        for late in self._reads.time_out(transport, time.monotonic()):
-            self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
-        self._prober.time_out(transport)
         self._offered_digests.send_ready()
+        began_at = time.monotonic()
         for event in transport.poll():
             match event:
                 case ReadDone(handle) | ReadBroken(handle) if self._prober.owns(handle):
@@ -251,6 +249,10 @@ class TransferAgent:
                     self._receive(transport, peer, payload)
                 case _:
                     assert_never(event)
+        # After the poll, with the time before it: what ended while this thread was stopped has ended in time.
+        for late in self._reads.time_out(transport, began_at):
+            self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
+        self._prober.time_out(transport)
         events, self._events = self._events, []
         if events:
             self._on_events(events)

@@ -28,6 +28,7 @@ from worker.service import WorkerService
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_OUTPUT = 60
+LONG_S = 60.0
 ITEMS = OutputFormat(regex=r'(\{"name": "[a-z]{3,9}", "colour": "(red|green)"\}, ){6}')
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -48,7 +49,10 @@ async def oracle() -> AsyncIterator[Oracle]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model: str, oracle: Oracle) -> AsyncIterator[Deployment]:  # noqa: ARG001
-    async with deploy(tiny_config(model, transport="nixl"), num_decode=2) as deployment:
+    """Nothing is late. In a process that stops for seconds, a usual limit passes, and a prompt is computed again."""
+    config = tiny_config(model, transport="nixl", report_stale_s=LONG_S, worker_lost_s=LONG_S)
+    config = replace(config, transfer=replace(config.transfer, connect_timeout_s=LONG_S, read_grace_s=LONG_S))
+    async with deploy(config, num_decode=2) as deployment:
         yield deployment
 
 

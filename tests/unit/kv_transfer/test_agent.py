@@ -16,9 +16,18 @@ from core.handoff import AbortReason, AgentAddress, Heartbeat, HeartbeatEntry, R
 from core.kv_layout import KVLayout
 from kv_transfer import agent as agent_module
 from kv_transfer.agent import FIRST_PAUSE_S, PAUSE_SHARE, SPIN_S, AgentIdentity, TransferAgent
-from kv_transfer.protocol.events import Connect, MessageReceived, PeerLost, ReadFailed, SendMessage, StartRead
+from kv_transfer.protocol.events import (
+    Connect,
+    MessageReceived,
+    PeerLost,
+    ReadFailed,
+    ReadFinished,
+    ReadTimedOut,
+    SendMessage,
+    StartRead,
+)
 from kv_transfer.transports.poll_time import EMPTY_POLL_S, WARM_S, PollTime
-from kv_transfer.transports.transport import PoolMemory, TransportEvent
+from kv_transfer.transports.transport import PoolMemory, ReadDone, TransportEvent
 from protos.handoff_codec import encode
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=4)
@@ -234,3 +243,19 @@ def test_the_first_poll_after_a_while_is_long_of_itself() -> None:
     copying = 10 * EMPTY_POLL_S
     assert polls((0.0, copying), (0.9 * WARM_S, copying)) == [False, True], "nothing came before the first"
     assert polls((0.0, 0.0), (1.1 * WARM_S, copying), (0.0, copying)) == [False, False, True]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_read_that_has_ended_while_the_thread_was_stopped_is_not_late(clock: Clock, has_ended: bool) -> None:
+    """The thread looked at its clock before it asked the transport, and cancelled the read: a prompt computed twice."""
+    pool = PoolMemory(0, 4, LAYOUT, memoryview(bytearray(4 * LAYOUT.block_bytes)))
+    events: list[Any] = []
+    ended = iter([[], [ReadDone(1)] if has_ended else []])
+    wire = Mock(busy=False, start_block_read=lambda *_: 1, try_complete=lambda _: False, poll=lambda: next(ended))
+    agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: wire, events.extend)
+    agent.perform([Connect(OWNER), StartRead(1, 7, "owner", (1,), (1,), 2.0)], active=True)
+    agent._run_once(wire)
+    clock.now += 10.0
+    agent._run_once(wire)
+    assert [type(event) for event in events] == [ReadFinished if has_ended else ReadTimedOut]
+    assert wire.cancel.called is not has_ended
