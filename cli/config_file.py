@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import EngineConfig, TandemConfig, from_mapping
-from core.errors import ConfigError
+from core.errors import ConfigError, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,33 @@ FLAGS = (
 )  # fmt: skip
 
 
+# Options that name files, by table. `model` may also be a directory or a name of the catalogue.
+_PATHS = {
+    "engine": ("model",),
+    "telemetry": ("trace_file",),
+    "security": ("cluster_token_file", "tls_cert", "tls_key", "tls_ca"),
+    "gateway": ("tls_cert", "tls_key"),
+}
+
 # Values by the parameter name of a flag; None = not given.
 Flags = Mapping[str, float | str | None]
 
 
-def load_config(path: Path | None, flags: Flags) -> TandemConfig:
-    """Raises `ConfigError` naming the option, and its file or flag."""
-    tables = _read(path) if path is not None else {}
+def read_config(path: Path) -> str:
+    """Of a file that some editor of Windows has written, too. Raises `ConfigError`."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def load_config(path: Path | None, flags: Flags, text: str | None = None) -> TandemConfig:
+    """`text`: of the file, which may be a pipe and then gives it once. Raises `ConfigError` naming the option, and its
+    file or flag.
+    """
+    tables = _read(path, text) if path is not None else {}
     try:
         return config_of(tables, flags)
     except ConfigError as error:
@@ -106,10 +125,7 @@ def config_of(tables: dict[str, dict[str, object]], flags: Flags) -> TandemConfi
         if value is not None:
             tables.setdefault(flag.table, {})[flag.option] = flag.typed(value)
     config = _for_vllm(from_mapping(tables))
-    try:
-        return _with_full_paths(config)
-    except (ValueError, RuntimeError) as error:  # half a surrogate, a null byte, or the home of an unknown user
-        raise ConfigError(f"a path of the config is none: {error}") from error
+    return _with_full_paths(config)
 
 
 def set_by_flags(config: TandemConfig, flags: Flags) -> dict[str, dict[str, object]]:
@@ -134,12 +150,12 @@ def _for_vllm(config: TandemConfig) -> TandemConfig:
     return dataclasses.replace(config, engine=engine, cluster=cluster)
 
 
-def _read(path: Path) -> dict[str, dict[str, object]]:
+def _read(path: Path, text: str | None) -> dict[str, dict[str, object]]:
+    if text is None:
+        text = read_config(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # UTF-8, TOML, or a number of more digits than Python reads
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOML, or a number of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, table in content.items():
         if not isinstance(table, dict | list):
@@ -148,29 +164,29 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
 
 
 def _with_full_paths(config: TandemConfig) -> TandemConfig:
-    """Make relative paths absolute, because workers run in other directories."""
-    engine, telemetry = config.engine, config.telemetry
-    model = Path(engine.model).expanduser()
-    if model.is_dir():
-        engine = dataclasses.replace(engine, model=str(model.resolve()))
-    elif model.is_file():
-        engine = dataclasses.replace(engine, model=_full_path(engine.model))
-    if telemetry.trace_file:
-        telemetry = dataclasses.replace(telemetry, trace_file=_full_path(telemetry.trace_file))
-    of_security = ("cluster_token_file", "tls_cert", "tls_key", "tls_ca")
-    paths: Any = {name: _full_path(getattr(config.security, name)) for name in of_security}
-    security = dataclasses.replace(config.security, **paths)
-    paths = {name: _full_path(getattr(config.gateway, name)) for name in ("tls_cert", "tls_key")}
-    gateway = dataclasses.replace(config.gateway, **paths)
-    return dataclasses.replace(config, engine=engine, telemetry=telemetry, security=security, gateway=gateway)
+    """Make relative paths absolute: workers run in other directories. Raises `ConfigError` naming the option."""
+    for table, names in _PATHS.items():
+        part: Any = getattr(config, table)
+        paths = {}
+        for name in names:
+            try:
+                paths[name] = _full_path(getattr(part, name), may_be_name=table == "engine")
+            except (OSError, ValueError, RuntimeError) as error:  # a null byte, or the home of an unknown user
+                why = error.strerror if isinstance(error, OSError) else error
+                text = quoted(getattr(part, name))
+                raise ConfigError(f"[{table}] {name} cannot be a path here ({why}), is {text}") from error
+        config = dataclasses.replace(config, **{table: dataclasses.replace(part, **paths)})
+    return config
 
 
-def _full_path(path: str) -> str:
-    """Of a file. A link stays a link: its target may have another name, and Kubernetes moves that of a secret.
-
-    Raises `ValueError` for a text that no file can have as its name.
-    """
-    full = str(Path(path).expanduser().absolute()) if path else ""
+def _full_path(text: str, may_be_name: bool) -> str:
+    """A link to a file stays a link: its target may have another name, and Kubernetes moves that of a secret."""
+    path = Path(text).expanduser()
+    if may_be_name and path.is_dir():
+        return str(path.resolve())
+    if not text or (may_be_name and not path.is_file()):
+        return text
+    full = path.absolute()
     with contextlib.suppress(OSError):
-        os.lstat(full)
-    return full
+        full.lstat()  # raises `ValueError` for a text that no file can have as its name
+    return str(full)

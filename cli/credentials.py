@@ -38,7 +38,11 @@ def with_cluster_token(config: TandemConfig) -> TandemConfig:
 
 def find_credentials(config: Path | None, address: str) -> Credentials:
     """Credentials for the router at `address`: from the config file, else the token from the token file."""
-    found = load_credentials(load_config(config, {}).security)
+    return credentials_of(load_config(config, {}).security, address)
+
+
+def credentials_of(config: SecurityConfig, address: str) -> Credentials:
+    found = load_credentials(config)
     if found.token:
         return found
     try:

@@ -122,8 +122,8 @@ def apply(
     """Give a fleet other options: live ones at once; for others every service starts again, one at a time."""
     from cli.commands.fleet_config import Order, options_as_json, revision_of
     from cli.commands.fleet_config import apply as apply_order
-    from cli.config_file import load_config
-    from cli.credentials import check_token_stays, client_of, find_credentials
+    from cli.config_file import load_config, read_config
+    from cli.credentials import check_token_stays, client_of, credentials_of, find_credentials
     from core.config import ConfigText
 
     given = given or []
@@ -135,12 +135,13 @@ def apply(
         file = Path(given[0])
         if not file.exists():
             raise typer.BadParameter(f"{given[0]!r} is neither a file nor TABLE.OPTION=VALUE")
-        new = load_config(file, {})
-        credentials = find_credentials(config or file, router)
+        text = read_config(file)
+        new = load_config(file, {}, text)
+        credentials = find_credentials(config, router) if config else credentials_of(new.security, router)
         if note := check_token_stays(new.security, credentials):
             print_line(console, note)
-        revision = revision_of(file.read_text(encoding="utf-8"))
-        order = Order(json.dumps(ConfigText.of(new).tables), restart=restart, expected_revision=revision)
+        tables = json.dumps(ConfigText.of(new).tables)
+        order = Order(tables, restart=restart, expected_revision=revision_of(text))
     else:
         credentials = find_credentials(config, router)
         order = Order(options=options_as_json(given) if given else "", restart=restart, stop=stop)

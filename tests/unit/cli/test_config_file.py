@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import pickle
+import threading
 import time
 import tomllib
 from dataclasses import replace
@@ -83,8 +85,19 @@ def test_the_error_for_a_wrong_file_names_the_fault(tmp_path: Path, text: str, m
         load_config(write(tmp_path, text), {})
 
 
+def test_a_file_with_the_mark_of_an_editor_of_windows_is_read(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "\ufeff[router]\r\nport = 7\r\n"), {}).router.port == 7
+
+
+@pytest.mark.parametrize("model", ["m" * 5000, "~nobody-here/model"])
+def test_a_text_that_can_be_no_path_is_refused_by_its_flag(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--model: \[engine\] model cannot be a path here \(.*\), is '") as refused:
+        load_config(None, {"model": model})
+    assert len(str(refused.value)) < 300
+
+
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"cannot read nowhere\.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"^cannot read nowhere\.toml: No such file"):
         load_config(Path("nowhere.toml"), {})
 
 
@@ -201,8 +214,9 @@ def test_engines_are_built_for_the_steps_of_their_start_so_that_a_limit_may_rise
         ('{"router": {"max_queued": "many"}}', r"config: \[router\] max_queued must be int"),
         ('{"scheduler": {"max_running": 9, "max_batched_tokens": 8}}', r"max_batched_tokens \(8\) must be at least"),
         (r'{"telemetry": {"trace_file": "\ud800"}}', "config: .*surrogates"),
-        (r'{"telemetry": {"trace_file": "\u0000"}}', "config: .*null"),
-        ('{"telemetry": {"trace_file": "~nobody-here/x"}}', "config: .*home directory"),
+        (r'{"telemetry": {"trace_file": "\u0000"}}', r"config: \[telemetry\] trace_file .*null"),
+        (r'{"gateway": {"tls_cert": "c", "tls_key": "\u0000"}}', r"config: \[gateway\] tls_key .*null"),
+        ('{"telemetry": {"trace_file": "~nobody-here/x"}}', r"config: \[telemetry\] trace_file .*home directory"),
     ],
 )
 def test_a_config_that_cannot_be_read_names_the_fault(text: str, named: str) -> None:
@@ -215,7 +229,7 @@ def test_a_config_that_does_not_fit_into_a_message_of_a_router_is_refused() -> N
     assert large.names == ("[telemetry] service_namespace",)
     assert len(large.changes[0]) < 300
     with pytest.raises(InvalidRequest, match=r"at most 4190208 fit into a message \(\[router\] max_message_bytes\)"):
-        after(large.spec, telemetry={"otlp_endpoint": "y" * 3_000_000 + ":1"})
+        after(large.spec, cluster={"decode_resource": "y" * 3_000_000})
     with pytest.raises(InvalidRequest, match="at most 1044480 fit into a message"):
         after(large.spec, router={"max_message_bytes": 1024**2})
     assert after(large.spec, telemetry={"service_namespace": "tandem"}).restarts
@@ -481,9 +495,14 @@ def test_a_file_that_was_printed_is_applied_to_its_own_revision_only(
         orders.append(order)
 
     monkeypatch.setattr(fleet_config, "apply", apply)
-    for first in (first_line(12, "localhost:1"), ""):
-        file = tmp_path / "tandem.toml"
-        file.write_text(f"{first}\n[router]\nmax_queued = 7\n")
-        fleet_commands.apply([str(file)], router="localhost:1")
-    assert [order.expected_revision for order in orders] == [12, 0]
+    file, pipe = tmp_path / "tandem.toml", tmp_path / "pipe"  # as `tandem apply <(...)`: it gives its text once
+    os.mkfifo(pipe)
+    for first, path in ((first_line(12, "localhost:1"), file), ("", file), ("\ufeff" + first_line(13, "a:1"), pipe)):
+        text = f"{first}\n[router]\nmax_queued = 7\n"
+        writing = threading.Thread(target=path.write_text, args=(text, "utf-8"), daemon=True)
+        writing.start()
+        if path == file:
+            writing.join()
+        fleet_commands.apply([str(path)], router="localhost:1")
+    assert [order.expected_revision for order in orders] == [12, 0, 13]
     assert {json.loads(order.config)["router"]["max_queued"] for order in orders} == {7}
