@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config.options import check_options, live, option, require
+from core.config.options import HOST, check_options, live, option, require
 
 MIN_TOKEN_CHARS = 16
 MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
@@ -13,7 +13,8 @@ TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spac
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    address: str = ""  # host:port of a Ray cluster to join; empty = start Ray on this machine
+    # host:port of a Ray cluster to join; empty = start Ray on this machine
+    address: str = option("", pattern=rf"auto|{HOST}:\d{{1,5}}", form="host:port")
     num_prefill: int = 1  # prefill workers to start
     num_decode: int = 1  # decode workers to start
     num_routers: int = 1  # routers to start; those of one machine share its port
@@ -65,7 +66,7 @@ class ClusterConfig:
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
     # Collector of spans, e.g. http://localhost:4317; empty = no export
-    otlp_endpoint: str = option("", pattern=r"(https?://)?[^/\s]+:\d+/?", form="http://host:port or https://host:port")
+    otlp_endpoint: str = option("", pattern=rf"(https?://)?{HOST}:\d+/?", form="http://host:port or https://host:port")
     trace_file: str = ""  # file that spans are appended to, as JSON lines; empty = none
     # Port of the Prometheus page of router-0, router-1 has the next one; 0 = no page
     metrics_port: int = option(0, most=65535)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from core.config.options import check_options, live, option, require
+from core.config.options import HOST, HOST_FORM, check_options, live, option, require
 from core.config.worker import SchedulerConfig
 
 MAX_MIN_INTERVAL_MS = 60_000
@@ -19,7 +19,7 @@ MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fi
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     # Address that the router listens on; 0.0.0.0 = every address of this machine
-    host: str = option("127.0.0.1", given=True)
+    host: str = option("127.0.0.1", pattern=HOST, form=HOST_FORM)
     port: int = option(50051, most=65535)  # 0 = any free port
     # Limit: requests that wait for a worker or in validation (half for a tenant); beyond: RESOURCE_EXHAUSTED, retryable
     max_queued: int = live(1024, least=1)
@@ -76,7 +76,7 @@ class GatewayConfig:
     """The OpenAI-compatible HTTP server of every router, or of `tandem gateway`."""
 
     # Address that the gateway listens on; 0.0.0.0 = every address of this machine
-    host: str = option("127.0.0.1", given=True)
+    host: str = option("127.0.0.1", pattern=HOST, form=HOST_FORM)
     port: int = option(0, most=65535)  # shared by the routers of a machine; 0 = `tandem serve` serves no HTTP
     max_body_bytes: int = option(8 * 1024 * 1024, least=1)  # body of an HTTP request; beyond: status 413
     # Limit: time limit of a request that names none; beyond: status 504, or an error event
@@ -129,7 +129,8 @@ class ServedModelConfig:
     """A model behind the gateway, `[[models]]`. Without any, the gateway serves the model of its own fleet."""
 
     name: str = option("", given=True)  # as clients name the model
-    router: str = ""  # host:port of a router of the fleet that serves it; empty = this fleet
+    # host:port of a router of the fleet that serves it; empty = this fleet
+    router: str = option("", pattern=r"\S+:[1-9]\d{0,4}", form="host:port")
     aliases: tuple[str, ...] = ()  # further names
 
     def __post_init__(self) -> None:

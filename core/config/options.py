@@ -23,6 +23,10 @@ LARGEST_FLOAT = 1e15  # an option that is another number; beyond: `ConfigError`
 # gRPC ends a call with a longer time limit at once, and threads wait no longer than 9.2e9 s.
 LARGEST_TIME_S = 1e9  # an option that is a time in seconds; beyond: `ConfigError`
 
+# A host as the resolver of Python takes it: labels of 1 to 63 characters.
+HOST = r"[!-\-0-~]{1,63}(\.[!-\-0-~]{1,63})*\.?"
+HOST_FORM = "a host name or an IP address, in ASCII"
+
 T = TypeVar("T")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from core.config.options import check_options, live, option, require
+from core.config.options import HOST, HOST_FORM, check_options, live, option, require
 
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
@@ -99,7 +99,7 @@ class WorkerConfig:
     """The process of a prefill or decode worker, apart from its engine, scheduler and transfers."""
 
     # Of a worker; 0.0.0.0 = every address; in a joined cluster, its machine's
-    host: str = option("127.0.0.1", given=True)
+    host: str = option("127.0.0.1", pattern=HOST, form=HOST_FORM)
     # Least interval between reports of changed load and blocks to the routers
     report_interval_s: float = live(0.05, positive=True)
     idle_report_interval_s: float = live(1.0, positive=True)  # interval between reports without a change

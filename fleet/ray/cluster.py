@@ -386,8 +386,6 @@ def _require_reachable(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"cluster.address must be host:port, is {address!r}")
     try:
         socket.create_connection((host, int(port)), JOIN_TIMEOUT_S).close()
     except OSError as error:

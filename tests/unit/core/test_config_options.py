@@ -89,7 +89,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"max_running": "8"}}, r"\[scheduler\] max_running must be int, in \[0, .*, is '8'"),
     ({"scheduler": {"max_running": True}}, r"max_running must be int, in \[0, .*, is True"),
     ({"worker": {"drain_timeout_s": 0}}, r"^\[worker\] drain_timeout_s must be more than 0"),
-    ({"router": {"host": ""}}, r"^\[router\] host must be a text that is not blank, is ''$"),
+    *(
+        ({table: {"host": host}}, rf"^\[{table}\] host must be a host name or an IP address, in ASCII, is '")
+        for table in ("worker", "router", "gateway")
+        for host in ("", "10.0..1", "x" * 64, "localhost ", "a\0", "\u202e")
+    ),
+    ({"cluster": {"prefill_resource": " "}}, "prefill_resource must be a text that is not blank, is ' '$"),
+    *(({"cluster": {"address": bad}}, "address must be host:port, is '") for bad in ("a", ":1", "a..b:1", "\n")),
+    *(({"models": [{"name": "a", "router": bad}]}, "router must be host:port") for bad in ("a", ":1", "a:0", " a:1")),
     ({"gateway": {"cors_origins": "*"}}, r"\[gateway\] cors_origins must be an array of strings, is '\*'"),
     ({"api_keys": {}}, r"api_keys must be an array of tables"),
     ({"api_keys": [{"name": "a", "sha": ""}]}, r"\[\[api_keys\]\] sha is not an option; known: .*sha256"),
