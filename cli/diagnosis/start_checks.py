@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import ssl
@@ -38,7 +39,8 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
         check_port(config.router)
         check_metrics_ports(config.telemetry, config.cluster.num_routers)
         if config.gateway.port:
-            check_http_port(config.gateway)
+            with contextlib.closing(PortClaim(config.router.host, config.router.port)):  # HTTP has its own
+                check_http_port(config.gateway)
     check_named(config)
     warn_without_collector(config.telemetry, console)
     cache_dir = default_cache_dir()  # without one, no worker finds a model, and no command the token of the fleet

@@ -40,16 +40,26 @@ class TandemConfig:
 
     def __post_init__(self) -> None:
         self._check_names()
-        first, port, num_routers = self.telemetry.metrics_port, self.router.port, self.cluster.num_routers
-        require(not first or port != first, f"[telemetry] metrics_port is {first}, the router's own port")
+        first, num_routers = self.telemetry.metrics_port, self.cluster.num_routers
+        last = first + num_routers  # of the router that a roll starts beside the others
+        for table, port in (("router", self.router.port), ("gateway", self.gateway.port)):
+            require(
+                not first or not first <= port <= last,
+                f"[telemetry] metrics_port is {first}: router-{port - first} would have [{table}] port, {port} (a roll "
+                "starts one router more)",
+            )
         require(
-            not first or not first < port < first + num_routers,
-            f"[telemetry] metrics_port is {first}: router-{port - first} would have port {port}, the routers' own port",
+            not first or last <= 65535,
+            f"[telemetry] metrics_port must be at most {65535 - num_routers} for {num_routers} routers and one more, "
+            f"is {first}",
         )
-        require(
-            not first or first + num_routers <= 65536,
-            f"[telemetry] metrics_port must be at most {65536 - num_routers} for {num_routers} routers, is {first}",
-        )
+        silence_s = min(self.router.report_stale_s, self.router.worker_lost_s)
+        for name in ("report_interval_s", "idle_report_interval_s"):
+            require(
+                getattr(self.worker, name) < silence_s,
+                f"[worker] {name} must be less than {silence_s:g} ([router] report_stale_s or worker_lost_s), "
+                f"is {getattr(self.worker, name):g}",
+            )
         require(
             not self.cluster.router_resource or self.router.port != 0,
             "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",

@@ -323,6 +323,9 @@ def test_the_error_for_a_taken_port_names_the_flag_that_changes_it() -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{claim.port} .* --port"):
             check_port(RouterConfig(port=claim.port))
     check_port(RouterConfig(port=claim.port))
+    both = TandemConfig(router=RouterConfig(port=claim.port), gateway=GatewayConfig(port=claim.port))
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{claim.port} .* --http$"):
+        check_before_start(both, Console())
 
 
 def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

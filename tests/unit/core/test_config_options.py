@@ -135,14 +135,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"max_running": -1}}, r"max_running must be in \[0, "),
     ({"router": {"max_in_flight_per_worker": -1}}, r"max_in_flight_per_worker must be in \[0, "),
     ({"engine": {"device": "cpu"}, "cluster": {"prefill_accelerator": "H100"}}, r"'H100' needs \[engine\] device"),
-    ({"router": {"port": 9090}, "telemetry": {"metrics_port": 9090}}, r"metrics_port is 9090, the router's own port"),
-    (
-        {"telemetry": {"metrics_port": 50049}, "cluster": {"num_routers": 3}},
-        "metrics_port is 50049: router-2 would have port 50051, the routers' own",
+    *(
+        (
+            {table: {"port": port}, "telemetry": {"metrics_port": 9090}},
+            rf"is 9090: {of} would have \[{table}\] port, {port}",
+        )
+        for table in ("router", "gateway")
+        for port, of in ((9090, "router-0"), (9091, "router-1"))
     ),
     (
-        {"telemetry": {"metrics_port": 65534}, "cluster": {"num_routers": 3}},
-        "metrics_port must be at most 65533 for 3 routers, is 65534",
+        {"telemetry": {"metrics_port": 50048}, "cluster": {"num_routers": 3}},
+        r"metrics_port is 50048: router-3 would have \[router\] port, 50051 \(a roll starts one router more\)",
+    ),
+    (
+        {"telemetry": {"metrics_port": 65533}, "cluster": {"num_routers": 3}},
+        "metrics_port must be at most 65532 for 3 routers .*, is 65533",
+    ),
+    *(
+        ({table: {option: seconds}}, rf"^\[worker\] {told}$")
+        for table, option, seconds, told in (
+            ("worker", "report_interval_s", 5, r"report_interval_s must be less than 3 \(\[router\] .*, is 5"),
+            ("worker", "idle_report_interval_s", 3, "idle_report_interval_s must be less than 3 .*, is 3"),
+            ("router", "report_stale_s", 0.5, "idle_report_interval_s must be less than 0.5 .*, is 1"),
+            ("router", "worker_lost_s", 0.01, "report_interval_s must be less than 0.01 .*, is 0.05"),
+        )
     ),
     ({"router": {"port": 0}, "cluster": {"router_resource": "edge"}}, r"router_resource needs a fixed \[router\] port"),
     (
@@ -173,7 +189,10 @@ ACCEPTED: list[dict[str, Any]] = [
     {"router": {"port": 0}, "telemetry": {"metrics_port": 0}},
     {"router": {"port": 50051}, "cluster": {"router_resource": "edge"}},
     {"router": {"default_timeout_s": 1e9}, "transfer": {"min_bytes_per_s": 1e12}},
-    *({"telemetry": {"metrics_port": port}, "cluster": {"num_routers": 3}} for port in (50048, 50052, 65533)),
+    *({"telemetry": {"metrics_port": port}, "cluster": {"num_routers": 3}} for port in (50047, 50052, 65532)),
+    {"worker": {"idle_report_interval_s": 20.0}, "router": {"report_stale_s": 60.0, "worker_lost_s": 90.0}},
+    *({"router": {"host": host}} for host in ("localhost.", "[::1]", "fe80::1%eth0", "::ffff:10.0.0.1", "x" * 63)),
+    *({"cluster": {"address": address}} for address in ("auto", "10.0.0.1:6379", "[::1]:6379", "head.ray.svc:6379")),
     *({"telemetry": {"otlp_endpoint": endpoint}} for endpoint in ("http://a:1", "https://[::1]:4317/", "a:1", "")),
 ]
 
