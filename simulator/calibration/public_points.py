@@ -134,7 +134,7 @@ def least_squares(relative: np.ndarray) -> np.ndarray:
 
 
 def _read(path: Path) -> list[tuple[Group, Point]]:
-    with path.open(encoding="utf-8", newline="") as lines:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines)
         found = []
         for row in rows:

@@ -78,7 +78,7 @@ def lines(path: Path, limit: int | None) -> Iterator[tuple[int, str]]:
             if number > MAX_ROWS:
                 raise ValueError(f"{path} has more than {MAX_ROWS:,} lines: read fewer by --requests")
             try:
-                yield number, line.decode("utf-8")
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # Excel writes a mark first
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not UTF-8") from error
 

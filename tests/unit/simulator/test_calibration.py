@@ -222,7 +222,10 @@ def test_a_bad_row_is_named(tmp_path: Path, row: str, message: str) -> None:
         fit_file(written(tmp_path, "m,s,b,1,agg,1024,128,8,7.5", row), Filters())
 
 
-def test_the_built_in_costs_follow_from_the_public_points() -> None:
+def test_the_built_in_costs_follow_from_the_public_points(tmp_path: Path) -> None:
+    marked = tmp_path / "points.csv"
+    marked.write_text("\ufeff" + MEASURED.read_text(), encoding="utf-8")  # as Excel writes it
     fit = fit_file(MEASURED, H100)
+    assert fit_file(marked, H100) == fit
     assert astuple(fit.cost) == pytest.approx(astuple(H100_8B), rel=5e-3)
     assert (fit.num_points, round(fit.median_error, 3), round(fit.largest_error, 3)) == (42, 0.018, 0.065)

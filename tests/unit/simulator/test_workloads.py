@@ -49,6 +49,11 @@ def test_the_prompts_of_azure_are_distinct_and_in_order_of_time(tmp_path: Path) 
     assert sorted(hash_ids) == [0, 1, 2, 3]
 
 
+def test_a_file_that_excel_has_saved_is_read(tmp_path: Path) -> None:
+    requests = azure(written(tmp_path, AZURE)).requests
+    assert azure(written(tmp_path, "\ufeff" + AZURE.replace("\n", "\r\n"))).requests == requests
+
+
 def test_the_lengths_of_azure_are_divided_and_limited(tmp_path: Path) -> None:
     requests = azure(written(tmp_path, AZURE), limit=2, divisor=100, output_divisor=50).requests
     assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(3, 1), (6, 2)]
