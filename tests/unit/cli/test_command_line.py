@@ -462,10 +462,18 @@ def test_a_wrong_value_is_refused_with_the_name_that_was_typed_and_the_limit(
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(line: str, tandem: Tandem, tmp_path: Path) -> None:
     folder = tmp_path / "a.png"
     folder.mkdir()
-    for file, reason in ((tmp_path / "nowhere" / "a.png", "does not exist"), (folder, "is a directory")):
+    loop = tmp_path / "loop.png"
+    loop.symlink_to(loop)
+    option = line.split()[-2] if "--" in line else "output"
+    for file, reason in (
+        (tmp_path / "nowhere" / "a.png", "does not exist"),
+        (folder, "is a directory"),
+        (loop, "Symlink loop"),
+        (tmp_path / f"{'a' * 300}.png", "File name too long"),
+    ):
         ended = tandem(*(str(file) if word == "FILE" else word for word in line.split()))
         assert (ended.code, ended.out) == (1, "")
-        assert ended.err.startswith("error: ")
+        assert ended.err.startswith(f"error: {option}: ")
         assert reason in ended.err
 
 
