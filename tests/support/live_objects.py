@@ -61,7 +61,8 @@ def _sizes(live: object) -> Iterator[tuple[str, int]]:
 
 def _slots(kind: type) -> tuple[str, ...]:
     slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    # Python 3.11.2 fails to get the weak references of a dataclass with slots.
+    return tuple({slots} if isinstance(slots, str) else set(slots) - {"__weakref__"})
 
 
 # Bounded by label sets, by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number
