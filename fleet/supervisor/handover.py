@@ -25,7 +25,8 @@ from fleet.law.events import FleetAdopted, FleetMessage, MachineId, RollLeft, Se
 from fleet.supervisor.spec import FleetSpec
 
 ROLES = frozenset(role.value for role in ServiceRole)
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # a record of another version
+# A record of another version
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 MAX_REVISION = 2**31  # in a record; GetFleet sends 32 bits
 KEEP_INTERVAL_S = 1.0  # between two looks whether the record is still true
 

@@ -18,8 +18,8 @@ from kv_transfer.transports.transport import PoolMemory
 
 
 class HostNixl(NixlTransport):
-    def __init__(self, name: str, on_device: bool = True) -> None:  # noqa: ARG002
-        super().__init__(name)
+    def __init__(self, name: str, on_device: bool = True, is_local: bool = False) -> None:  # noqa: ARG002
+        super().__init__(name, is_local=is_local)
 
     def register(self, pool: PoolMemory) -> None:
         super().register(replace(pool, device=None, memory=None))
