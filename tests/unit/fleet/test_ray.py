@@ -118,7 +118,8 @@ def test_only_the_main_thread_takes_the_signals_that_are_held_back_while_ray_joi
     """
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "2"}
     out = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout
-    assert sorted(out.split(b"\n")) == [b"", b"False 0", b"True 1"]
+    others = [b"True 1"] if len(os.sched_getaffinity(0)) > 1 else []  # numpy has a thread for each core
+    assert sorted(out.split(b"\n")) == [b"", b"False 0", *others]
 
 
 JOINING = """if True:
