@@ -252,7 +252,7 @@ class TransferAgent:
         # After the poll, with the time before it: what ended while this thread was stopped has ended in time.
         for late in self._reads.time_out(transport, began_at):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
-        self._prober.time_out(transport)
+        self._prober.time_out(transport, began_at)
         events, self._events = self._events, []
         if events:
             self._on_events(events)

@@ -75,7 +75,7 @@ class PathProber:
         """Returns the failure of a probe that cannot start."""
         source = peer.num_bytes - peer.probe_bytes
         target = self._pool.num_blocks * self._pool.layout.block_bytes
-        before, began_at = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
+        before, began_at = self._count(), time.monotonic()  # over shared memory the copy happens inside start_read
         try:
             handle = transport.start_read(peer.name, [ByteRun(source, target, action.num_bytes)])
         except TransportError as error:
@@ -87,15 +87,14 @@ class PathProber:
         return handle in self.probes
 
     def end(self, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
-        ended_at = time.perf_counter()
+        ended_at = time.monotonic()
         probe = self.probes.pop(end.handle)
         peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended_at - probe.began_at
         if isinstance(end, ReadBroken):
             return ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")
         return PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))
 
-    def time_out(self, transport: Transport) -> None:
-        now = time.perf_counter()
+    def time_out(self, transport: Transport, now: float) -> None:
         for handle, probe in self.probes.items():
             if not probe.is_cancelled and now >= probe.began_at + probe.action.timeout_s:
                 probe.is_cancelled = True

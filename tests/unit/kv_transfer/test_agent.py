@@ -15,11 +15,14 @@ from core.errors import TransportError
 from core.handoff import AbortReason, AgentAddress, Heartbeat, HeartbeatEntry, Release
 from core.kv_layout import KVLayout
 from kv_transfer import agent as agent_module
+from kv_transfer import path_probe
 from kv_transfer.agent import FIRST_PAUSE_S, PAUSE_SHARE, SPIN_S, AgentIdentity, TransferAgent
 from kv_transfer.protocol.events import (
     Connect,
     MessageReceived,
+    PathProbed,
     PeerLost,
+    ProbePath,
     ReadFailed,
     ReadFinished,
     ReadTimedOut,
@@ -259,3 +262,24 @@ def test_a_read_that_has_ended_while_the_thread_was_stopped_is_not_late(clock: C
     agent._run_once(wire)
     assert [type(event) for event in events] == [ReadFinished if has_ended else ReadTimedOut]
     assert wire.cancel.called is not has_ended
+
+
+def test_a_probe_that_ends_while_a_poll_is_stopped_is_not_late(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prober took a later time than the reads, and cancelled the probe: the router avoided a slow path."""
+    monkeypatch.setattr(path_probe, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
+    pool = PoolMemory(0, 4, LAYOUT, memoryview(bytearray(4 * LAYOUT.block_bytes)))
+    events: list[Any] = []
+    wire = Mock(busy=False, start_read=lambda *_: 1)
+    agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: wire, events.extend)
+
+    def stopped_poll() -> list[TransportEvent]:
+        clock.now += 10.0
+        return []
+
+    wire.poll = stopped_poll
+    agent.perform([Connect(OWNER), ProbePath("owner", 64, 2.0)], active=True)
+    agent._run_once(wire)
+    wire.poll = lambda: [ReadDone(1)]
+    agent._run_once(wire)
+    assert [type(event) for event in events] == [PathProbed]
+    assert not wire.cancel.called

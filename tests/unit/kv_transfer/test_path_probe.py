@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +170,7 @@ def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:
     pair.fabric.stall_reads = True
     pair.start(timeout_s=0.0)
     assert pair.ends() == []
-    pair.prober.time_out(pair.reader.transport)
+    pair.prober.time_out(pair.reader.transport, time.monotonic())
     (failed,) = pair.ends()
     assert isinstance(failed, ProbeFailed)
     assert "cancelled" in failed.detail
