@@ -366,7 +366,7 @@ class Outcome:
     @property
     def prefill_s(self) -> float:
         """Computing the prompt: as its worker says, else as predicted."""
-        computed = self.prefill or self.decode
+        computed = self.prefill if self.candidate.prefill_worker else self.decode
         at_most = self.timeline.seconds_in(Stage.PREFILL)
         return min(self.candidate.prefill_s, at_most) if computed is None else computed.prefill_s
 

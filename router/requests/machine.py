@@ -316,8 +316,7 @@ class RouterMachine:
         decode = self.workers.get(dispatch.candidate.decode_worker)
         if decode is not None:
             slo_itl_s = decode.load.slo_itl_s
-            if dispatch.decode is None:
-                routed.kv_block_seconds += routed.unreported_block_seconds(decode.agent.layout.block_size)
+            routed.kv_block_seconds += routed.unreported_block_seconds(decode.agent.layout.block_size)
         outcome = routed.outcome(reason, slo_itl_s)
         return [*actions, events.Finish(routed.request_id, outcome, tuple(routed.ended_attempts))]
 

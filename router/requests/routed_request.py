@@ -219,12 +219,13 @@ class RoutedRequest:
     def unreported_block_seconds(self, block_size: int) -> float:
         """An estimate for a decode call that the router has cancelled, because a stop string ended the choice, and for
         the prompt, if the worker that computed it has not answered."""
-        dispatch, history = dispatch_of(self), self.timeline.history
-        spans = [(max(start, self.unreported_since), end) for stage, start, end in history if stage is Stage.DECODE]
-        decode_s = sum(max(0.0, end - start) for start, end in spans)
+        dispatch, decode_s, prompt_s = dispatch_of(self), 0.0, 0.0
+        candidate = dispatch.candidate
+        if dispatch.decode is None:
+            spans = [(start, end) for stage, start, end in self.timeline.history if stage is Stage.DECODE]
+            decode_s = sum(max(0.0, end - max(start, self.unreported_since)) for start, end in spans)
         mean_tokens = self.request.num_prompt_tokens + (dispatch.first_index + len(self.delivered)) / 2
-        candidate, prompt_s = dispatch.candidate, 0.0
-        if dispatch.prefill is None and not self.earlier:
+        if not (dispatch.prefill if candidate.prefill_worker else dispatch.decode or self.earlier):
             prompt_s = min(candidate.prefill_s, self.timeline.seconds_in(Stage.PREFILL))
         mean_prompt = candidate.cached_tokens + candidate.uncached_tokens / 2
         return -(-mean_tokens // block_size) * decode_s + -(-mean_prompt // block_size) * prompt_s

@@ -138,7 +138,9 @@ def test_a_client_reads_the_phases_of_its_request_in_milliseconds() -> None:
     began = [(Stage.TOKENIZE, 9.0, 10.0), *TIMELINE.history]
     decode = replace(DECODE, queue_s=5.0, prefill_s=6.0, transfer_exposed_s=0.05)
     outcome = replace(OUTCOME, timeline=replace(TIMELINE, history=began), decode=decode)
-    for computing, queue_ms, prefill_ms in ((outcome, 250, 500), (replace(outcome, prefill=None), 5000, 6000)):
+    local = replace(outcome, prefill=None, candidate=CANDIDATE._replace(prefill_worker=None))
+    silent = replace(outcome, prefill=None, candidate=CANDIDATE._replace(prefill_s=0.25))  # its prefill worker
+    for computing, queue_ms, prefill_ms in ((outcome, 250, 500), (local, 5000, 6000), (silent, 5000, 250)):
         timings, receipt = phase_timings(computing, 4.0), receipt_of(computing)
         assert timings == PhaseTimings(
             tokenize_ms=1000, router_queue_ms=500, prefill_queue_ms=queue_ms, prefill_ms=prefill_ms,

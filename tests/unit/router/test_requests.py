@@ -228,6 +228,16 @@ the end waits half a second for the answer of the prefill worker, which has the 
   time 0.4                          -> cancel short#1; finish short length, disaggregated, 4 tokens, decode 0.3
   counts                            -> queued 0; in flight 0; deadlines 0
 
+of a prefill worker that never answers, the time and the block seconds of the prompt are an estimate
+  enter P token_s=0.5
+  enter D token_s=5           -> peers D owner P; peers P reader D
+  arrives r                   -> decode r#1 D from P/1; prefill r#1 P for D/1
+  time 5
+  tokens_from r#1 0 11..14    -> deliver r 0: 11..14
+  ends r#1 kv_block_seconds=1
+  time 0.6 -> cancel r#1
+   -> finish r length, disaggregated, 4 tokens, first token 5, block seconds 5.01, prefill 5, decode 0.5
+
 the end does not wait for a prefill worker that fails or is lost
   fleet P D
   arrives a                         -> decode a#1 D from P/1; prefill a#1 P for D/1
