@@ -22,7 +22,7 @@ from typing import Any
 from cli.exit_codes import INTERRUPTED
 from runtime.line_writer import write_last_lines
 
-LOOK_S = 0.5  # the loop waits no longer for a signal that wakes another thread, or that comes just before a wait
+LOOK_S = 0.5  # between two wakes of the loop: a signal that another thread takes, or just before a wait, wakes nothing
 STOPS = [signal.SIGINT, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
     STOPS.append(signal.SIGHUP)

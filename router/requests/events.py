@@ -339,6 +339,11 @@ class Attempt:
     error: str = ""
 
 
+def predicted_prefill_s(candidate: Candidate, timeline: Timeline) -> float:
+    """Computing a prompt whose worker has not answered."""
+    return min(candidate.prefill_s, timeline.seconds_in(Stage.PREFILL))
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The content of the last message of a choice."""
@@ -367,8 +372,7 @@ class Outcome:
     def prefill_s(self) -> float:
         """Computing the prompt: as its worker says, else as predicted."""
         computed = self.prefill if self.candidate.prefill_worker else self.decode
-        at_most = self.timeline.seconds_in(Stage.PREFILL)
-        return min(self.candidate.prefill_s, at_most) if computed is None else computed.prefill_s
+        return predicted_prefill_s(self.candidate, self.timeline) if computed is None else computed.prefill_s
 
     @property
     def transferred_bytes(self) -> int:

@@ -13,7 +13,7 @@ from core.lifecycle import FinishReason, MoveReason, RequestPath, Stage, Timelin
 from core.request import Request
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken
-from router.requests.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise
+from router.requests.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise, predicted_prefill_s
 from router.routing.question import Candidate
 
 MAX_ATTEMPTS_KEPT = 16  # attempts of a request in its trace; beyond: the oldest is dropped
@@ -226,7 +226,7 @@ class RoutedRequest:
             decode_s = sum(max(0.0, end - max(start, self.unreported_since)) for start, end in spans)
         mean_tokens = self.request.num_prompt_tokens + (dispatch.first_index + len(self.delivered)) / 2
         if not (dispatch.prefill if candidate.prefill_worker else dispatch.decode or self.earlier):
-            prompt_s = min(candidate.prefill_s, self.timeline.seconds_in(Stage.PREFILL))
+            prompt_s = predicted_prefill_s(candidate, self.timeline)
         mean_prompt = candidate.cached_tokens + candidate.uncached_tokens / 2
         return -(-mean_tokens // block_size) * decode_s + -(-mean_prompt // block_size) * prompt_s
 

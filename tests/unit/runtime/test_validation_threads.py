@@ -70,7 +70,7 @@ async def test_a_refused_input_goes_with_its_exception_without_a_garbage_collect
     gc.disable()
     try:
         bodies = [await read() for _ in range(3)]
-        # A thread that has answered lets go of its call when it runs again.
+        # A thread may have answered, and still hold its input.
         await until(lambda: [body() for body in bodies] == [None] * 3, "a thread or an exception keeps an input")
     finally:
         gc.enable()
